@@ -37,6 +37,8 @@ from p2pdiloco.protocol.waiting import (
 )
 
 SMOOTHING = 0.2
+ARRIVAL_KEPT = 0.95
+"""Share of the longest arrival of a commit that is left after the next one."""
 
 
 def is_on_head(contribution: Contribution, head: Head) -> bool:
@@ -106,6 +108,8 @@ class Aggregation:
         self.small_commits = SmallCommits()
         self.round_s = core.config.takeover_floor_s
         """Smoothed time from the announcement of a round to its last commit, in seconds."""
+        self.arrival_s = 0.0
+        """Longest of the latest times from the first news of a head to its commit, in seconds, decaying."""
         self.sync_s = 0.0
         """Smoothed time from closing a collection to the commit, in seconds."""
         self.jobs: dict[ShardId, Job] = {}
@@ -119,6 +123,10 @@ class Aggregation:
         seconds = min(seconds, self.core.config.takeover_ceiling_s)
         self.round_s += SMOOTHING * (seconds - self.round_s)
 
+    def record_arrival(self, seconds: float) -> None:
+        """Record that a commit came by itself so long after the first news of it."""
+        self.arrival_s = max(seconds, ARRIVAL_KEPT * self.arrival_s)
+
     def waits(self) -> Waits:
         """Return how long to wait for what, as of now."""
         core, membership = self.core, self.core.membership
@@ -128,6 +136,7 @@ class Aggregation:
             membership.usual_round_trip_s,
             membership.slowest_round_trip_s,
             self.round_s,
+            self.arrival_s,
         )
         return waits(core.config, times, is_any_leaving=core.participation.is_any_leaving())
 

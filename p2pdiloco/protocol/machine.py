@@ -32,6 +32,7 @@ from p2pdiloco.protocol.going_back import GoingBack
 from p2pdiloco.protocol.heartbeat import NEWS, Heartbeats
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.rejected_commits import RejectedCommits
+from p2pdiloco.protocol.relay import relay
 from p2pdiloco.protocol.replication import Repair, Replication
 from p2pdiloco.protocol.shutdown import Shutdown
 from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
@@ -225,24 +226,13 @@ class Machine:
             self.replication.become_current()
             self.replication.fetch_missing()
 
-    def _send_commit(self, header: msg.CommitHeader) -> None:
-        """Send an own commit to the live peers that have states, and only its head to newcomers, which could not apply
-        it. On a slow link a stream of commits would delay the states that they wait for."""
-        core = self.core
-        peers, is_newcomer = core.membership.live, core.participation.is_newcomer
-        newcomers = tuple(peer for peer in peers if is_newcomer(peer, header.shard))
-        core.send(tuple(peer for peer in peers if peer not in newcomers), msg.Commit(header))
-        if newcomers:
-            head = msg.Head(header.shard, header.version, msg.commit_id(header), header.tokens)
-            core.send(newcomers, msg.Heads((head,), core.step))
-
     def _on_merged(self, event: ev.Merged) -> None:
         header = self.aggregation.commit(event)
         if header is None or event.shard in self.replication.applying:
             return
         core = self.core
         self.replication.apply(header, msg.commit_id(header))
-        self._send_commit(header)
+        relay(core, self.replication.reports, header)
         if is_alone := not core.participation.peers(event.shard):
             self.shutdown.solitary[event.shard] = msg.commit_id(header)
         if is_alone and not self.is_alone:

@@ -32,6 +32,7 @@ from p2pdiloco.protocol.messages import (
     commit_id,
 )
 from p2pdiloco.protocol.rejected_commits import RejectedCommits
+from p2pdiloco.protocol.relay import relay
 from p2pdiloco.protocol.state import Core, ProtocolConfig, mark_bits
 from p2pdiloco.protocol.state_acceptance import StateAcceptance
 from p2pdiloco.protocol.version_pace import VersionPace
@@ -174,6 +175,8 @@ class Replication:
         """Peers that were asked for commits or a state."""
         self.wanted: dict[ShardId, tuple[PeerId, Head]] = {}
         """Heavier heads that were reported, with the reporting peer. Usually their commits are on the way already."""
+        self.announced: dict[ShardId, tuple[Digest, float]] = {}
+        """The newest head of each shard that was reported before its commit came, and when."""
         self.offers: dict[PeerId, dict[ShardId, Head]] = {}
         """While joining: heads that donors reported."""
 
@@ -194,6 +197,10 @@ class Replication:
                 self.offers.setdefault(sender, {})[shard] = head
                 self.fetch_missing()
             return
+        announced, at = self.announced.get(shard, (None, 0.0))
+        if announced == new_id and self.asked.get(shard) != sender:
+            del self.announced[shard]
+            self.aggregation.record_arrival(core.now - at)
         applying = self.applying.get(shard)
         if new_id == chain.head.id or new_id in chain.log_ids or (applying is not None and applying[0] == new_id):
             return
@@ -288,7 +295,9 @@ class Replication:
         change = HeadChange(shard, old, head, target)
         for listener in self.listeners:
             listener.on_head_changed(change)
-        self.aggregation.collections[shard].is_catching_up = self.orphans.is_followed(head)
+        is_followed = self.aggregation.collections[shard].is_catching_up = self.orphans.is_followed(head)
+        if isinstance(target, CommitHeader) and target.owner != core.config.peer and not is_followed:
+            relay(core, self.reports, target)
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:
@@ -356,6 +365,7 @@ class Replication:
             known = self.wanted.get(shard)
             if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
                 self.wanted[shard] = (peer, theirs)
+                self.announced[shard] = theirs.id, core.now
                 if known is None and core.is_current:  # a newcomer needs states before commits
                     core.alarms.set(("want", shard), core.now + self.aggregation.waits().commit_s)
         elif self._is_lighter_fork(theirs):

@@ -20,6 +20,8 @@ from p2pdiloco.protocol.support import Support
 LEAST_WAIT_STEPS = 3
 """Least number of steps that an owner waits for usual answers. Learners answer at the end of a step, and some are
 slower, so half of a short round is not enough."""
+ARRIVALS = 1.5
+"""Times of arrival for which a peer waits for a commit that others have: somebody may be about to send it."""
 LEFT_OUT_TAKEOVERS = 2
 """Takeover times for which a peer does not apply a suspected owner's commit. The next owner merges what it lacks in the
 second."""
@@ -35,6 +37,8 @@ class Times(NamedTuple):
     slowest_round_trip_s: float
     round_s: float
     """From the announcement of a round to its last commit."""
+    arrival_s: float
+    """From the first news of a head to its commit, which came unasked."""
 
 
 class Waits(NamedTuple):
@@ -64,12 +68,13 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Wait
     takeover_s = min(max(wanted_s, config.takeover_floor_s), config.takeover_ceiling_s)
     steps = max(config.sync_every / 2, LEAST_WAIT_STEPS)
     is_waiting = bool(config.grace_share) and not is_any_leaving
+    usual_commit_s = min(times.round_s, config.heartbeat_s) + 2 * times.slowest_round_trip_s
     return Waits(
         takeover_s=takeover_s,
         usual_s=min(steps * times.step_s + 2 * times.usual_round_trip_s, takeover_s / 2),
         nearly_all_s=min(config.sync_every * times.median_step_s, takeover_s) / 2 if is_waiting else 0.0,
         few_s=max(takeover_s, config.sync_every * times.step_s / 2),
-        commit_s=min(times.round_s, config.heartbeat_s) + 2 * times.slowest_round_trip_s,
+        commit_s=max(usual_commit_s, min(ARRIVALS * times.arrival_s, takeover_s / 2)),
     )
 
 

@@ -33,7 +33,7 @@ from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.peer.state_server import StateServer
-from p2pdiloco.protocol import aggregation, block_assignment, heartbeat, waiting
+from p2pdiloco.protocol import aggregation, block_assignment, heartbeat, replication, waiting
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import NO_MARK, record_of
 from p2pdiloco.protocol.config import BATCH_ROOM, LEAST_FACTOR, RANGE_ROUNDS
@@ -130,6 +130,8 @@ class _Node:
     is_sink: bool
     late: int
     """Merges that it held back."""
+    kept: int
+    """Commits that it did not pass on."""
     taught: Path
     """A file that the learner makes when it has trained on what a lie made of its data."""
     cabal: Path
@@ -137,7 +139,7 @@ class _Node:
 
 
 _node = _Node()
-_node.merged, _node.reconnects, _node.late = set(), 0, 0
+_node.merged, _node.reconnects, _node.late, _node.kept = set(), 0, 0, 0
 _node.puppet, _node.has_puppet, _node.is_sink = Identity.ephemeral(), False, False
 
 
@@ -846,6 +848,15 @@ def _late() -> None:
     _heavy()
 
 
+def _keeps() -> None:
+    """It passes no commits of others on, and tells nobody of them."""
+
+    def keep(*_: Any) -> None:
+        _node.kept += 1
+
+    _put(replication, "relay", keep)
+
+
 def _patchy() -> None:
     """In three of four shards its learner gives always the same direction, in the others what it has found."""
     sound = ModelState.encode
@@ -1100,6 +1111,7 @@ LIES: dict[str, Lie] = {
     "slander": Lie(_slander, lambda m: isinstance(m, msg.WrongMerge)),
     "stall": Lie(_stall, lambda m: _is_commit(m, lambda header: True)),
     "late": Lie(_late, lambda m: _is_commit(m, lambda header: _node.late > 0)),
+    "keeps": Lie(_keeps, lambda m: isinstance(m, msg.Heartbeat) and _node.kept > 0),
     "patchy": Lie(_patchy, _is_given),
     "orphans": Lie(_orphans, lambda m: _is_commit(m, lambda header: header.payload == NOTHING)),
     "sink": Lie(_sink, lambda m: _is_heartbeat(m, lambda beat: _node.is_sink)),

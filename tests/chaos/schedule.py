@@ -51,7 +51,7 @@ LIES = frozenset(
         *("x10", "x1000", "random", "drift", "hidden", "replay", "stale", "labels", "rounds", "loss"),
         *("reversed", "static", "first", "idle", "reconnect", "states", "grafts", "forks", "flood"),
         *("hurry", "fast", "selfish", "puppet", "crowd", "hub", "slander", "stall", "late", "patchy", "orphans"),
-        *("sink", "lingers", "overwrites", "cabal", "heavy"),
+        *("sink", "lingers", "overwrites", "cabal", "heavy", "keeps"),
     )
 )
 """The lies of hostile peers (``byzantine.py``)."""

@@ -1,4 +1,4 @@
-"""Bugs of runs in which not every pair of peers is connected (``planted_rules`` tells how they are used)."""
+"""Bugs of runs in which not every pair of peers is connected, and of the way of commits from peer to peer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ _DIVIDED = "test_where_for_long_most_stand_by_nothing_a_newcomer_takes_what_as_m
 
 def _bug(name: str, module: str, where: str, old: str, new: str, harm: str, *killed_by: str) -> Bug:
     return Bug(name, f"{_P}.{module}", where, old, new, harm, tuple(f"{_TESTS}::{test}" for test in killed_by))
+
+
+def _relay_bug(name: str, module: str, where: str, old: str, new: str, harm: str, killed_by: str) -> Bug:
+    return Bug(name, f"{_P}.{module}", where, old, new, harm, (f"tests/unit/protocol/{killed_by}",))
 
 
 BUGS = (
@@ -67,5 +71,59 @@ BUGS = (
         new="max(1.0, len(self._connected) / FEW)",
         harm="in an open run five hundred identities of one stranger keep two halves of a swarm apart for hours",
         killed_by=("tests/unit/test_swarm_lookup_policy.py::test_what_looks_cost_does_not_grow_with_the_swarm",),
+    ),
+    _relay_bug(
+        "who has applied a commit keeps it",
+        "replication",
+        "Replication.on_applied",
+        "not is_followed",
+        "is_followed",
+        "all but five peers wait for each commit until they ask for it",
+        "test_relaying.py::test_who_has_applied_a_commit_passes_it_on",
+    ),
+    _relay_bug(
+        "what was missed is passed on",
+        "replication",
+        "Replication.on_applied",
+        "isinstance(target, CommitHeader) and target.owner != core.config.peer and not is_followed",
+        "isinstance(target, CommitHeader) and target.owner != core.config.peer",
+        "who comes back sends everybody what they have",
+        "test_relaying.py::test_what_was_missed_is_not_passed_on_but_for_the_last",
+    ),
+    _relay_bug(
+        "one tree for all commits",
+        "relay",
+        "places",
+        'f"{commit}/{peer}"',
+        'f"{peer}"',
+        "the same few peers pass on everything, and a liar among them delays all commits",
+        "test_relaying.py::test_two_commits_have_two_trees_and_strong_peers_come_first",
+    ),
+    _relay_bug(
+        "a commit is announced to nobody",
+        "relay",
+        "relay",
+        "len(order) > FAN_OUT + 1",
+        "False",
+        "whoever is below a peer that keeps commits learns of them at the next round",
+        "test_relaying.py::test_who_has_applied_a_commit_passes_it_on",
+    ),
+    _relay_bug(
+        "a commit goes to who has it",
+        "relay",
+        "relay",
+        "set(children) - there",
+        "set(children)",
+        "lines carry payloads twice",
+        "test_relaying.py::test_who_reports_a_commit_does_not_get_it_again",
+    ),
+    _relay_bug(
+        "what was asked for counts as arrived",
+        "replication",
+        "Replication.on_commit",
+        "announced == new_id and self.asked.get(shard) != sender",
+        "announced == new_id",
+        "each commit that has to be asked for makes all peers wait longer before they ask",
+        "test_timers.py::test_commit_patience_covers_what_commits_took_to_come_by_themselves",
     ),
 )

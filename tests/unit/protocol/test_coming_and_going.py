@@ -108,7 +108,7 @@ def test_a_newcomer_gets_each_state_from_a_peer_that_has_it() -> None:
 
 
 def test_a_newcomer_asks_for_what_was_committed_meanwhile_when_it_has_all_states() -> None:
-    """C2a: at once, since nobody sends it (M6a); and not before, since states come first."""
+    """C2a: at once, since nobody sends it (M6b); and not before, since states come first."""
     stage = newcomer(B, fragments=THREE, weight=0.0)
     theirs = heads(3, 0, 1, 2)
     stage.hear(B, theirs)

@@ -243,7 +243,7 @@ def test_the_commit_names_exactly_what_was_merged_sorted_by_learner() -> None:
 
 
 def test_the_commit_goes_to_all_live_peers() -> None:
-    """M6a: to those that gave nothing, too, but not to one that never beat."""
+    """M6b: to those that gave nothing, too, but not to one that never beat."""
     stage = owner(B, C, D)
     stage.tell(ev.PeerConnected(PeerId("mute")))
     stage.says(D, phase="following", is_participating=False)
@@ -253,7 +253,7 @@ def test_the_commit_goes_to_all_live_peers() -> None:
 
 
 def test_a_newcomer_is_told_of_the_head_and_gets_no_commit() -> None:
-    """M6a: it could not apply it, and its states come over the same line."""
+    """M6b: it could not apply it, and its states come over the same line."""
     stage = owner(B, C)
     stage.meet(D, phase="joining", is_participating=False)
     effects = stage.work(stage.offer(B) + stage.offer(C))

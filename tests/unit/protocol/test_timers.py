@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from stage import BEAT, SHARD, A, B, C, Stage, digest, only, sent, tokens
+from stage import BEAT, SHARD, A, B, C, Stage, digest, head_of, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -258,6 +258,25 @@ def test_commit_patience_is_one_round_and_2_round_trips() -> None:
 def test_commit_patience_counts_at_most_a_heartbeat_of_the_round() -> None:
     """W5a."""
     assert asks_after(Stage(B, C, takeover_floor_s=5.0)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_commit_patience_covers_what_commits_took_to_come_by_themselves() -> None:
+    """W5a: also what one came too late for, but not what was asked for."""
+    stage = Stage(B, C, takeover_floor_s=5.0)
+    header = stage.commit(tokens(B, 0, 40))
+    stage.announce(C, 4, head_of(header))
+    stage.wait(0.4)
+    stage.take(header)
+    assert asks_after(stage) == pytest.approx(1.5 * 0.4, abs=0.02)
+    stage = Stage(B, C, takeover_floor_s=5.0)
+    header = stage.commit(tokens(B, 0, 40))
+    stage.announce(C, 4, head_of(header))
+    stage.wait(1.0)
+    stage.take(header, C)
+    assert stage.machine.aggregation.arrival_s == 0.0
+    stage.wait(0.2)
+    stage.take(header, B)
+    assert stage.machine.aggregation.arrival_s == pytest.approx(1.2, abs=0.02)
 
 
 def test_a_heavier_sibling_of_the_head_is_asked_for_at_once() -> None:

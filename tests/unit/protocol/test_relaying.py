@@ -1,0 +1,92 @@
+"""How commits reach all peers (M6) of docs/protocol.md: over a tree, with news across it."""
+
+from __future__ import annotations
+
+import pytest
+from stage import A, B, Stage, commit_on, digest, head_of, sent, tokens
+
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.relay import FAN_OUT, below, places
+
+MANY = tuple(PeerId(f"p{i:02}") for i in range(40))
+
+
+def weighted(peers: tuple[PeerId, ...], weight: float = 1.0) -> tuple[tuple[PeerId, float], ...]:
+    """The peers with equal weights."""
+    return tuple((peer, weight) for peer in sorted(peers))
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 21, 22, 40])
+def test_everybody_gets_a_commit_once(count: int) -> None:
+    """M6b."""
+    order = places(digest("commit"), MANY[0], weighted(MANY[:count]))
+    got = [peer for place in range(count) for peer in below(order, place)]
+    assert order[0] == MANY[0]
+    assert sorted(got) == sorted(MANY[1:count])
+    assert all(len(below(order, place)) <= FAN_OUT for place in range(count))
+
+
+def test_two_commits_have_two_trees_and_strong_peers_come_first() -> None:
+    """M6b: nobody passes on all commits, and one with a slow line passes on few."""
+    peers = tuple((peer, 1.0 + (i % 2)) for i, peer in enumerate(MANY))
+    one, other = (places(digest(name), MANY[0], peers) for name in ("one", "other"))
+    assert one != other
+    strong = {peer for peer, weight in peers if weight > 1.0}
+    assert set(one[1:21]) == set(other[1:21]) == strong
+
+
+def in_tree(*, place: int) -> tuple[Stage, msg.CommitHeader, tuple[PeerId, ...]]:
+    """This peer among 42, a commit of b's in whose tree it has this place, and the tree."""
+    stage = Stage(B, *MANY, has_learner=False)
+    for trial in range(1000):
+        header = stage.commit(tokens(B, 0, 40), payload=digest(f"payload {trial}"))
+        order = places(head_of(header).id, B, weighted((A, B, *MANY)))
+        if order.index(A) == place:
+            return stage, header, order
+    raise AssertionError("no such commit")
+
+
+@pytest.mark.parametrize("place", [1, 9, 10, 30])
+def test_who_has_applied_a_commit_passes_it_on(place: int) -> None:
+    """M6b: to at most four, and its head to two others."""
+    stage, header, order = in_tree(place=place)
+    effects = stage.take(header)
+    assert {to for to, _ in sent(effects, msg.Commit)} == set(order[4 * place + 1 : 4 * place + 5])
+    told = [(to, heads.heads) for to, heads in sent(effects, msg.Heads)]
+    across = {order[(place + 14) % 42], order[(place + 21) % 42]} - {B}
+    assert {to for to, _ in told} == across
+    assert all(heads == (head_of(header),) for _, heads in told)
+
+
+def test_who_reports_a_commit_does_not_get_it_again() -> None:
+    """M6b."""
+    stage, header, order = in_tree(place=2)
+    for peer in order[9:12]:
+        stage.hear(peer, msg.Heads((head_of(header),), 0))
+    assert [to for to, _ in sent(stage.take(header), msg.Commit)] == [order[12]]
+
+
+def test_what_was_missed_is_not_passed_on_but_for_the_last() -> None:
+    """M6b: others have had it for long."""
+    stage, first, order = in_tree(place=3)
+    stage.hear(B, msg.Commit(commit_on(head_of(first), tokens(B, 40, 80))))
+    assert sent(stage.take(first), msg.Commit) == []
+    stage, first, order = in_tree(place=3)
+    assert len(sent(stage.take(first), msg.Commit)) == len(below(order, 3)) == FAN_OUT
+
+
+def test_five_peers_hear_nothing_but_the_commit() -> None:
+    """M6b."""
+    stage = Stage(B, *MANY[:3], has_learner=False)
+    effects = stage.take(stage.commit(tokens(B, 0, 40)))
+    assert not sent(effects, msg.Commit)
+    assert not sent(effects, msg.Heads)
+
+
+def test_a_newcomer_has_no_place() -> None:
+    """M6b: it could not apply the commit."""
+    stage = Stage(B, has_learner=False)
+    for peer in MANY[:8]:
+        stage.meet(peer, phase="joining", is_participating=False)
+    assert not sent(stage.take(stage.commit(tokens(B, 0, 40))), msg.Commit)
