@@ -20,7 +20,7 @@ H3f       does it believe a lighter state?                       all            
 V2c       does it believe what it has rejected?                  all                        most
 K4a       does a peer that goes back believe a state?            donors that went back      most
 K5a       does it give in, as the others have not gone back?     all                        leading, for long
-K3a       is a commit abandoned?                                 voters that name some      most, at least two
+K3a       is a commit abandoned?                                 those that do not abstain  most, at least two
 K5b       does a peer follow those that went back?               all, and indirect peers    leading, for long
 K2a       has the held-out loss jumped?                          peers that measured        most, at least two
 K1d       may a checkpoint become known-good?                    peers that measured        not if most found a jump
