@@ -7,20 +7,17 @@ The figures are in benchmarks/protocol/README.md.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from random import Random
 
 import msgspec
 
 from benchmarks import bench
-from benchmarks.scale.worlds import merged_tokens
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.faults import FaultRates, draw_faults, schedule_faults
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting
-from tests.machine_sim.shared_link_network import Bandwidth, share_lines
 from tests.machine_sim.world import World
 
 Figures = dict[str, float]
@@ -131,44 +128,6 @@ def control_traffic(peers: int) -> Figures:
     }
 
 
-def tokens_trained(world: World) -> int:
-    """By all learners that live."""
-    return sum(process.learner.tokens for process in world.living() if process.learner is not None)
-
-
-def uplinks(peers: int, up_mbit: float | None, seconds: float = 120.0) -> Figures:
-    """Versions where each peer has one line for all, ten times as fast down as up; None: every pair has a line of its
-    own (200 Mbit/s), as in the other measurements."""
-    world = swarm(peers, heartbeat_s=1.0, fragments=8)
-    if up_mbit is not None:
-        line = Bandwidth(up_bytes_per_s=up_mbit * 1e6 / 8, down_bytes_per_s=10 * up_mbit * 1e6 / 8)
-        share_lines(world, dict.fromkeys(world.settings, line))
-    for name, setting in world.settings.items():
-        world.settings[name] = msgspec.structs.replace(setting, state_bytes=1000)  # how they joined is another matter
-    world.run_until(180.0)
-    network, checks = world.network, world.checks
-    network.is_measured = True
-    versions, messages, known = checks.versions, network.messages, set(checks.commits)
-    merged, forks, trained = merged_tokens(world), checks.forks, tokens_trained(world)
-    world.run_until(180.0 + seconds)
-    made = max(1, checks.versions - versions)
-    trained = tokens_trained(world) - trained
-    headers = [c.header for key, c in checks.commits.items() if key not in known and c.header is not None]
-    return {
-        "versions": made,
-        "learners": sum(process.learner is not None for process in world.living()),
-        "contributors": round(sum(len(header.contributors) for header in headers) / max(1, len(headers)), 2),
-        "merged_share": round((merged_tokens(world) - merged) / trained, 4),
-        "forks": checks.forks - forks,
-        "messages_a_version": round((network.messages - messages) / made),
-        "control_bytes_a_version": round(network.control_bytes / made),
-        "payload_bytes_a_version": round(network.payload_bytes / made),
-        "control_share": round(network.control_bytes / max(1, network.payload_bytes), 5),
-        "tokens_lost": checks.tokens_lost,
-        "violations": len(checks.violations),
-    }
-
-
 def deadlines(heartbeat_s: float, jitter_s: float) -> Figures:
     """How soon a dead peer is lost whose connections stay silent, and how often a living one is."""
     world = swarm(16, heartbeat_s=heartbeat_s, jitter_s=jitter_s)
@@ -218,22 +177,6 @@ def takeover(seconds: float | None) -> Figures:
     }
 
 
-def large() -> Figures:
-    """256 peers until 1,000 versions are made: how long the simulation takes."""
-    world = swarm(256, heartbeat_s=1.0, sync_every=4, step_s=0.5)
-    began = time.perf_counter()
-    while world.checks.versions < 1000 and not world.checks.violations:
-        world.run_until(world.now + 1.0)
-    seconds = time.perf_counter() - began
-    return {
-        "versions": world.checks.versions,
-        "simulated_s": world.now,
-        "wall_s": round(seconds, 1),
-        "events_per_second": round(world.events / seconds),
-        "violations": len(world.checks.violations),
-    }
-
-
 def measurements(hours: float) -> dict[str, Callable[[], Figures]]:
     """All of them, by name."""
     tenth = FaultRates(crash=0.07 / 60, wipe=0.03 / 60)
@@ -247,11 +190,6 @@ def measurements(hours: float) -> dict[str, Callable[[], Figures]]:
     }
     for peers in (4, 16, 64, 256):
         found[f"control traffic, {peers} peers"] = lambda peers=peers: control_traffic(peers)  # type: ignore[misc]
-    for peers in (16, 64, 256):
-        for up_mbit in (None, 100.0, 20.0):
-            found[f"uplinks, {peers} peers, {up_mbit or 'unlimited'} Mbit/s"] = (
-                lambda peers=peers, up_mbit=up_mbit: uplinks(peers, up_mbit)  # type: ignore[misc]
-            )
     for heartbeat_s in (0.5, 1.0, 2.0, 5.0):
         for jitter_s in (0.02, 1.0):
             found[f"heartbeat {heartbeat_s} s, jitter {jitter_s} s"] = (
@@ -261,7 +199,6 @@ def measurements(hours: float) -> dict[str, Callable[[], Figures]]:
         found[f"takeover after {seconds or 'what was measured'}"] = (
             lambda seconds=seconds: takeover(seconds)  # type: ignore[misc]
         )
-    found["256 peers, 1,000 versions"] = large
     return found
 
 

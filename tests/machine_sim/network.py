@@ -109,6 +109,8 @@ class Network(PairNetwork[Link]):
         self.control_bytes = 0
         self.payload_bytes = 0
         self.is_measured = False
+        self._sized: tuple[Message | None, int] = (None, 0)
+        """The last message, and its bytes: it goes to many."""
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -123,7 +125,9 @@ class Network(PairNetwork[Link]):
 
     def measure(self, message: Message, payload_bytes: int) -> None:
         """Count what a message takes."""
-        self.control_bytes += len(msgspec.msgpack.encode(message)) + 16
+        if self._sized[0] is not message:
+            self._sized = (message, len(msgspec.msgpack.encode(message)) + 16)
+        self.control_bytes += self._sized[1]
         self.payload_bytes += payload_bytes
 
     def _carries(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> bool:

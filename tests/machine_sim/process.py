@@ -84,6 +84,8 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Of jobs that may fail, those that do."""
     lies: float = 0.0
     """Share of its messages that are lies."""
+    keeps_commits: bool = False
+    """It sends no commits but its own."""
     wildness: float = 0.0
     """Share of the commits that it makes which have values of its own; it goes on from them."""
     dishonesty: float = 0.0
@@ -197,6 +199,8 @@ class Process:
             digest = message.header.payload if isinstance(message, Commit) else message.payload  # type: ignore[union-attr]
             if digest:
                 payload, payload_bytes = self._payload(digest), self.setting.payload_bytes
+            if self.setting.keeps_commits and isinstance(message, Commit) and message.header.owner != self.name:
+                return
         send = self.world.network.send
         for peer in effect.peers:
             link = self.links.get(peer)

@@ -205,11 +205,14 @@ class Uplink:
         "_schedule",
         "_served",
         "_waiting",
+        "sent",
     )
 
     def __init__(self, bytes_per_s: float, schedule: Schedule) -> None:
         self._bytes_per_s = bytes_per_s
         self._schedule = schedule
+        self.sent = 0.0
+        """Bytes that have left; control as soon as it was put."""
         self._at = 0.0
         self._served = 0.0
         """Bytes of bulk for each connection that has some."""
@@ -228,6 +231,7 @@ class Uplink:
     def control(self, size: float, now: float) -> float:
         """So many bytes go out before all bulk; when the last of them has left."""
         self._advance(now)
+        self.sent += size
         self._owed += size
         at = self._control_at = max(self._control_at, now) + size / self._bytes_per_s
         return at
@@ -293,6 +297,7 @@ class Uplink:
         while self._going and self._going[0][0] <= self._served + ROUNDING:
             _, _, connection, parcel = heappop(self._going)
             left.append(parcel)
+            self.sent += parcel.size
             waiting = self._waiting[connection]
             if waiting:
                 self._count += 1

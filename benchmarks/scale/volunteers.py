@@ -1,0 +1,314 @@
+"""Hundreds of volunteers behind home lines: how soon and at what cost commits reach them (simulated time, one core).
+
+    python -m benchmarks.scale.volunteers --peers N [N ...] [--mixed] [--churn] [--unreachable 0.3] [--liars 0.1]
+
+A model of 100M parameters in int4 and 48 shards, P = H = 24, tau = 2, steps of 2.0 to 2.2 s, paths of 40 to 60 ms. All
+peers start together, and states are tiny. ``--mixed`` draws a line for each peer. With ``--churn``, half of the peers
+that go leave in order, half fall silent, and as many others come. benchmarks/scale/README.md explains the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from random import Random
+
+import msgspec
+
+from benchmarks import bench
+from benchmarks.scale.worlds import OVERLAP, STEP_S, SYNC_EVERY
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
+from p2pdiloco.protocol.messages import Commit
+from p2pdiloco.protocol.state import ProtocolConfig
+from tests.machine_sim.network import LinkQuality, NetworkSetting
+from tests.machine_sim.process import PeerSetting, Process
+from tests.machine_sim.shared_link_network import Bandwidth, SharedNetwork
+from tests.machine_sim.transcript import Transcript
+from tests.machine_sim.world import World
+from tests.simulation import topologies
+
+PATH = LinkQuality(delay_s=0.04, jitter_s=0.02, bytes_per_s=1e9)
+MIXED = {(10.0, 100.0): 20, (20.0, 200.0): 30, (50.0, 300.0): 30, (100.0, 300.0): 12, (500.0, 500.0): 8}
+"""Mbit/s up and down: percent of the peers (assumed)."""
+STRONG_MBIT = 100.0
+"""Peers with ``--mixed`` that send at least as fast ask for twice the share of ownership."""
+SESSION_S, SESSION_SIGMA = 2400.0, 1.0
+"""Median of sessions, which are log-normal (assumed)."""
+GONE_S = 120.0
+"""After which no peer remembers one that fell silent."""
+START_MOST_S = 900.0
+WARM_S = 1.5 * SYNC_EVERY * STEP_S
+"""Until every fragment has had a round."""
+DRAIN_S = 60.0
+"""Most that the last commits get to reach all peers."""
+TOLD_EVERY_S = 10.0
+
+
+class Spread(msgspec.Struct):
+    """A commit on its way."""
+
+    version: int
+    made_at: float
+    learners: int
+    """That train when it is made."""
+    contributors: int
+    peers: frozenset[PeerId]
+    """That have states then."""
+    taken_at: dict[PeerId, float] = {}
+
+    def seconds(self, share: float, living: frozenset[PeerId]) -> float:
+        """Until this share of its peers had it, without those that went before; infinite if fewer have it."""
+        times = sorted(self.taken_at[peer] for peer in self.peers & self.taken_at.keys())
+        needed = math.ceil(share * len(self.peers & (living | self.taken_at.keys())))
+        return times[needed - 1] - self.made_at if 0 < needed <= len(times) else math.inf
+
+
+class Meter(Transcript):
+    """Follows commits through a world, instead of writing it down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spreads: dict[ShardId, dict[Digest, Spread]] = defaultdict(dict)
+        self.payloads = self.payloads_twice = 0
+        """Commit payloads that arrived, and those of them whose commit was there."""
+        self._had: set[tuple[PeerId, Digest]] = set()
+
+    def write(self, process: Process, event: ev.Event, effects: Sequence[ef.Effect]) -> None:
+        name, world = process.name, process.world
+        if isinstance(event, ev.Received):
+            if isinstance(event.message, Commit):
+                had = (name, event.message.header.payload)
+                self.payloads += 1
+                self.payloads_twice += had in self._had
+                self._had.add(had)
+        elif isinstance(event, ev.Applied):
+            version = world.checks.commits[event.shard, event.head].version
+            for spread in self.spreads[event.shard].values():
+                if spread.version <= version:  # a state that was fetched holds the commits before it
+                    spread.taken_at.setdefault(name, world.now)
+        elif isinstance(event, ev.Merged):
+            for effect in effects:
+                if isinstance(effect, ef.Apply) and effect.header.owner == name:
+                    self._had.add((name, effect.header.payload))
+                    trains = sum(one.learner is not None for one in world.processes.values())
+                    made = (world.now, trains, len(effect.header.contributors), taking_part(world))
+                    self.spreads[event.shard][effect.id] = Spread(effect.header.version, *made)
+
+    def winning(self, world: World, since: float, until: float) -> list[Spread]:
+        """Of the commits made in this time, those of the heaviest chains."""
+        found = []
+        for shard, spreads in self.spreads.items():
+            heads = [head for one in world.living() if (head := one.machine.core.chains[shard].head) is not None]
+            commit = max(heads, key=lambda head: head.tokens).id
+            while (known := world.checks.commits[shard, commit]).header is not None:
+                if commit in spreads and since <= spreads[commit].made_at < until:
+                    found.append(spreads[commit])
+                commit = known.parent
+        return found
+
+
+def taking_part(world: World) -> frozenset[PeerId]:
+    """The peers that run and have states."""
+    processes = world.processes.values()
+    return frozenset(one.name for one in processes if one.machine.core.is_current and not one.is_paused())
+
+
+class Swarm:
+    """A world of volunteers, and who comes and goes there."""
+
+    def __init__(self, peers: int, options: argparse.Namespace) -> None:
+        self.options = options
+        self.random = Random(f"volunteers {options.seed}")
+        fragments = min(SYNC_EVERY, options.shards)
+        each = options.shards // fragments
+        self.config = ProtocolConfig(
+            run=RunId("volunteers"),
+            peer=PeerId("v00000"),
+            founder=PeerId("v00000"),
+            fragments=tuple(tuple(ShardId(f * each + i) for i in range(each)) for f in range(fragments)),
+            sync_every=SYNC_EVERY,
+            overlap=OVERLAP,
+            min_quorum=1,
+            grace_share=0.7,
+            total_steps=10**9,
+        )
+        self.meter = Meter()
+        network = NetworkSetting(redial_s=2.0, patience_s=15.0)
+        self.world = world = World(options.seed, self._config_of, network, self.meter)
+        world.conditions.clock_drift = 1e-4
+        self.lines: dict[PeerId, Bandwidth] = {}
+        self.network = world.network = SharedNetwork(world, self.lines)
+        world.network.default = PATH
+        names = [self._add() for _ in range(peers)]
+        if options.unreachable:
+            world.network.apart = topologies.share(self.random, names, 1.0 - options.unreachable)
+
+    def _config_of(self, name: PeerId, setting: PeerSetting) -> ProtocolConfig:
+        return msgspec.structs.replace(self.config, peer=name, weight=setting.weight)
+
+    def _add(self) -> PeerId:
+        """One more peer comes now."""
+        count, given = len(self.lines), self.options
+        name = PeerId(f"v{count:05}")
+        up, down = given.up, given.down
+        if given.mixed:
+            up, down = self.random.choices(list(MIXED), list(MIXED.values()))[0]
+        self.lines[name] = Bandwidth(up_bytes_per_s=up * 1e6 / 8, down_bytes_per_s=down * 1e6 / 8)
+        setting = PeerSetting(
+            step_s=STEP_S * (1.0 + 0.1 * self.random.random()),
+            payload_bytes=given.payload,
+            state_bytes=1000,
+            weight=2.0 if given.mixed and up >= STRONG_MBIT else 1.0,
+            keeps_commits=int((count + 1) * given.liars) > int(count * given.liars),
+        )
+        self.world.add(name, setting, at=self.world.now, is_founder=count == 0)
+        return name
+
+    def begin_churn(self) -> None:
+        """From now on peers go and others come: the present ones are somewhere in their sessions."""
+        for name in sorted(self.world.processes):
+            longer = math.exp(SESSION_SIGMA**2)  # of sessions, long ones are met more often
+            self._go_later(name, longer * self.random.random())
+
+    def _go_later(self, name: PeerId, share: float = 1.0) -> None:
+        session_s = SESSION_S * self.random.lognormvariate(0.0, SESSION_SIGMA)
+        self.world.schedule(self.world.now + share * session_s, None, self._replace, name)
+
+    def _replace(self, name: PeerId) -> None:
+        world, random = self.world, self.random
+        if world.survives_without(name):
+            if random.random() < 0.5:
+                world.processes[name].tell(ev.LeaveRequested("asked to"))
+            else:
+                world.pause(name, 2.0 * GONE_S)
+                end = lambda _: world.crash(name, keeps_disk=False, restart_s=None)  # noqa: E731
+                world.schedule(world.now + GONE_S, None, end, None)
+        others = sorted(world.processes)
+        new = self._add()
+        apart = {topologies.pair_of(new, one) for one in others if random.random() < self.options.unreachable}
+        world.network.apart |= apart
+        self._go_later(new)
+
+
+def pass_time(world: World, until: float, title: str, is_over: Callable[[], bool], step_s: float = 1.0) -> bool:
+    """Let time pass, and tell how far it is; whether ``is_over`` came true."""
+    told_at = time.monotonic()
+    while world.now < until and not world.checks.is_over:
+        world.run_until(min(until, world.now + step_s))
+        if is_over():
+            return True
+        if time.monotonic() - told_at > TOLD_EVERY_S:
+            told_at, made = time.monotonic(), world.checks.versions
+            print(f"{title}: {world.now:.0f} s, at most {until:.0f}; {made} versions", file=sys.stderr, flush=True)
+    return False
+
+
+def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
+    """Return the figures of one swarm; None: never."""
+    swarm = Swarm(peers, options)
+    world, meter, network, checks = swarm.world, swarm.meter, swarm.network, swarm.world.checks
+    title, began_s, connections = f"{peers} peers", time.process_time(), 0
+
+    def have_all_started() -> bool:
+        return all(one.learner is not None and one.machine.core.is_current for one in world.processes.values())
+
+    def count_connections() -> bool:
+        nonlocal connections
+        connections = max(connections, *(len(process.links) for process in world.processes.values()))
+        return False
+
+    def have_all_arrived() -> bool:
+        living = taking_part(world)
+        return all(spread.seconds(0.99, living) < math.inf for spread in meter.winning(world, since, until))
+
+    has_started = pass_time(world, START_MOST_S, f"{title}, start", have_all_started, 0.1)
+    start_s, start_cpu_s = world.now, time.process_time() - began_s
+    if options.churn:
+        swarm.begin_churn()
+    pass_time(world, world.now + WARM_S, f"{title}, warm-up", lambda: False)
+    versions, forks, before_s = checks.versions, checks.forks, time.process_time()
+    sent = {name: network.lines.uplink(name).sent for name in world.processes}
+    network.is_measured, meter.payloads, meter.payloads_twice = True, 0, 0
+    since, until = world.now, world.now + options.seconds
+    pass_time(world, until, title, count_connections)
+    network.is_measured, payloads, twice = False, meter.payloads, meter.payloads_twice
+    made, forks, cpu_s = checks.versions - versions, checks.forks - forks, time.process_time() - before_s
+    sizes = [network.lines.uplink(name).sent - before for name, before in sent.items() if name in world.processes] or [
+        1.0
+    ]
+    pass_time(world, until + DRAIN_S, f"{title}, last commits", have_all_arrived)
+    spreads, living = meter.winning(world, since, until), taking_part(world)
+    t50, t99 = (sorted(s.seconds(share, living) for s in spreads) or [math.inf] for share in (0.5, 0.99))
+    for sentence in checks.violations:
+        print(f"{title}: {sentence}", file=sys.stderr)
+    found: dict[str, float] = {
+        "shards": options.shards,
+        "start_s": start_s if has_started else math.inf,
+        "t50_s": statistics.median(t50),
+        "t99_s": statistics.median(t99),
+        "t99_p90_s": t99[int(0.9 * len(t99))],
+        "fork_share": forks / max(1, made),
+        "learners_share": sum(s.contributors for s in spreads) / max(1, sum(s.learners for s in spreads)),
+        "bytes_most_over_mean": max(sizes) * len(sizes) / sum(sizes),
+        "twice_share": twice / max(1, payloads),
+        "connections_most": connections,
+        "control_share": network.control_bytes / max(1, network.payload_bytes),
+        "cpu_ms_per_version": 1e3 * cpu_s / max(1, made) / peers,
+        "versions": made,
+        "violations": len(checks.violations),
+        "simulated_s": world.now,
+        "start_cpu_s": start_cpu_s,
+        "cpu_s": time.process_time() - began_s,
+    }
+    digits = {name: 5 if name.endswith("_share") else 3 for name in found}
+    return {name: None if value == math.inf else round(value, digits[name]) for name, value in found.items()}
+
+
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = bench.parser(__doc__, rows="number of peers", has_plot=False)
+    parser.add_argument("--peers", type=int, nargs="+", metavar="N", default=[8, 16, 64], help="sizes of the swarm")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the world")
+    parser.add_argument("--shards", type=int, default=48, help="up to 24, or a multiple of 24; fewer take less time")
+    parser.add_argument("--payload", type=int, default=900_000, help="bytes of a contribution or commit")
+    parser.add_argument("--seconds", type=float, default=96.0, help="simulated duration of the measurement")
+    parser.add_argument("--up", type=float, default=50.0, help="line rate of each peer in Mbit/s, up")
+    parser.add_argument("--down", type=float, default=300.0, help="line rate of each peer in Mbit/s, down")
+    parser.add_argument("--mixed", action="store_true", help="lines from 10/100 to 500/500 Mbit/s")
+    parser.add_argument("--churn", action="store_true", help="sessions have a median of 40 minutes")
+    parser.add_argument("--unreachable", type=float, default=0.0, help="share of pairs that cannot connect")
+    parser.add_argument("--liars", type=float, default=0.0, help="share of peers that pass no commit on")
+    found = parser.parse_args(argv)
+    if min(found.peers) < 2:
+        parser.error(f"--peers {min(found.peers)}: a swarm has at least 2")
+    if found.shards < 1 or (found.shards > SYNC_EVERY and found.shards % SYNC_EVERY):
+        parser.error(f"--shards {found.shards}: use 1 to {SYNC_EVERY}, or a multiple of {SYNC_EVERY}")
+    for name in ("payload", "seconds", "up", "down"):
+        if not 0 < getattr(found, name) < math.inf:
+            parser.error(f"--{name} {getattr(found, name)}: must be positive")
+    for name in ("unreachable", "liars"):
+        if not 0.0 <= getattr(found, name) < 1.0:
+            parser.error(f"--{name} {getattr(found, name)}: a share is from 0 to less than 1")
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure each size."""
+    given, rows = options(argv), dict[str, dict[str, float | None]]()
+    for peers in given.peers:
+        rows[str(peers)] = measure(peers, given)
+        bench.write(given, "scale/volunteers", {"peers": peers}, rows[str(peers)])
+    columns = [(name, name, ".2%" if name.endswith("_share") else "") for name in rows[str(given.peers[0])]]
+    print(bench.table("peers", columns, rows), flush=True)
+    return int(any(row["violations"] for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

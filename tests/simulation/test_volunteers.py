@@ -1,0 +1,75 @@
+"""The benchmark of many peers behind home lines: its figures mean what they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scale import volunteers
+from benchmarks.scale.volunteers import Spread, Swarm, measure, options
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.messages import Commit
+from tests.machine_sim.shared_link_network import on_the_line
+
+TINY = ["--shards", "2", "--seconds", "48"]
+A, B, C, D = map(PeerId, "abcd")
+
+
+@pytest.mark.parametrize("peers", [2, 4])
+def test_a_commit_takes_what_its_bytes_need_on_an_idle_line(peers: int, tmp_path: Path) -> None:
+    """It leaves its owner once for each other peer, and each has it after the path and one job."""
+    path = tmp_path / "rows.jsonl"
+    assert volunteers.main(["--peers", str(peers), *TINY, "--up", "20", "--json", str(path)]) == 0
+    row = json.loads(path.read_text())
+    found = row["figures"]
+    assert row["settings"]["peers"] == peers
+    sent_s = (peers - 1) * on_the_line(900_000) * 8 / 20e6
+    assert sent_s + 0.04 < found["t99_s"] <= found["t99_p90_s"] < sent_s + 0.06 + 0.03
+    assert (found["versions"], found["connections_most"]) == (2, peers - 1)
+    assert (found["fork_share"], found["learners_share"], found["twice_share"]) == (0.0, 1.0, 0.0)
+    assert found["start_s"] < 3.0
+    assert 0.0 < found["control_share"] < 0.02
+    assert 1.0 <= found["bytes_most_over_mean"] < peers
+
+
+def test_volunteers_that_come_and_go_are_counted_while_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volunteers, "SESSION_S", 200.0)
+    found = measure(8, options([*TINY, "--seconds", "96", "--churn", "--mixed", "--unreachable", "0.1"]))
+    assert (found["violations"], found["versions"] > 2, found["learners_share"] > 0.5) == (0, True, True)
+    assert found["t50_s"] <= found["t99_s"] < 30.0
+
+
+def test_peers_that_went_before_they_had_a_commit_do_not_count() -> None:
+    spread = Spread(1, 10.0, 4, 4, frozenset((A, B, C)), {A: 10.0, B: 12.0, D: 11.0})
+    assert spread.seconds(0.5, frozenset((A, B, C, D))) == 2.0
+    assert spread.seconds(0.99, frozenset((A, B, C, D))) == math.inf
+    assert spread.seconds(0.99, frozenset((A, D))) == 2.0
+
+
+def test_a_peer_that_keeps_commits_sends_only_its_own() -> None:
+    swarm = Swarm(2, options([*TINY, "--liars", "0.5"]))
+    swarm.world.run_until(60.0)
+    names = sorted(swarm.world.processes)
+    headers = {known.header.owner: known.header for known in swarm.world.checks.commits.values() if known.header}
+    for owner, header in headers.items():
+        for name, other in (names, names[::-1]):
+            before = swarm.network.messages
+            swarm.world.processes[name]._send(ef.Send((other,), Commit(header)))
+            assert swarm.network.messages - before == (name in (names[0], owner))
+    assert headers.keys() == set(names)
+
+
+def test_bad_options_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        ("--peers 8 1", "--peers 1: a swarm has at least 2"),
+        ("--shards 30", "--shards 30: use 1 to 24, or a multiple of 24"),
+        ("--up nan", "--up nan: must be positive"),
+        ("--liars 1", "--liars 1.0: a share is from 0 to less than 1"),
+    ):
+        with pytest.raises(SystemExit):
+            volunteers.main(words.split())
+        assert told in capsys.readouterr().err
