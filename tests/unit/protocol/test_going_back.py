@@ -327,13 +327,6 @@ def test_a_peer_returns_to_its_good_checkpoint() -> None:
     effects = stage.work(stage.tell(ev.Restored(SHARD, states[0], ())), ef.Install, ef.Snapshot, ef.Encode)
     assert stage.head() == states[0].head
     given = only(effects + stage.give(8), ef.Encode)
-    print(
-        effects,
-        given,
-        stage.machine.contributions.rounds[0].open,
-        stage.machine.contributions.rounds[0].is_snapshotting,
-        stage.machine.aggregation.collections[0].is_closed,
-    )
     assert [effect.contributor.tokens_from for effect in given] == [trained], "what it had trained before is not given"
 
 
