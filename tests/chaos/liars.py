@@ -56,8 +56,8 @@ MAYBE_CHANCE = 1.1
 """A run's loss varies by one or two per cent from run to run. A larger ratio is no chance."""
 LEAST_SPREAD = 1e-3
 """Between the runs without liars, of the logarithms of their tokens: with less they have the same budget."""
-HIDDEN_MORE = 0.03
-"""Allowed beyond that beside a liar that hides behind what honest peers find."""
+HARDER_MORE = 0.03
+"""Allowed beyond that beside a liar that hides behind what honest peers find, or if more than a quarter lie."""
 HIDING = frozenset({"hidden"})
 LEAST_HONEST_SHARE = 0.98
 """Share of the honest peers' part of the token budget that must be trained before the run ends."""
@@ -344,16 +344,17 @@ def _together(plan: LiarsPlan, rows: Sequence[Row]) -> Row:
 def _is_only_the_loss(plan: LiarsPlan, rows: Sequence[Row]) -> bool:
     """Whether all that is beyond its bound is the loss, by so little that it may be chance."""
     whole = _together(plan, rows)
-    return len(whole.problems) == 1 and _most_ratio(plan, whole.attack) < whole.ratio < MAYBE_CHANCE
+    return len(whole.problems) == 1 and _most_ratio(plan, whole) < whole.ratio < MAYBE_CHANCE
 
 
-def _most_ratio(plan: LiarsPlan, attack: str) -> float:
-    return plan.most_ratio + (HIDDEN_MORE if HIDING.intersection(attack.split("+")) else 0.0)
+def _most_ratio(plan: LiarsPlan, row: Row) -> float:
+    is_harder = bool(HIDING.intersection(row.attack.split("+"))) or 4 * row.liars > row.peers
+    return plan.most_ratio + (HARDER_MORE if is_harder else 0.0)
 
 
 def problems_of(plan: LiarsPlan, row: Row) -> Iterator[str]:
     """What is beyond its bound in a row, as sentences."""
-    most = _most_ratio(plan, row.attack)
+    most = _most_ratio(plan, row)
     if not row.ratio <= most:
         yield f"the held-out loss is {row.ratio:.3f} times that without the liars; allowed are {most:.2f}"
     if row.ended_early:

@@ -64,6 +64,7 @@ def test_one_of_four_that_declares_most_and_turns_round_does_not_ruin_the_model(
         ({"ratio": 1.03}, "1.030 times that without the liars; allowed are 1.02"),
         ({"ratio": math.nan}, "times that without the liars"),
         ({"attack": "tokens+hidden", "ratio": 1.06}, "allowed are 1.05"),
+        ({"peers": 5, "liars": 2, "ratio": 1.06}, "allowed are 1.05"),
         ({"ended_early": True, "honest_share": 0.5}, "50% of the honest budget"),
         ({"standstill_s": 10.0}, "no version for 10.0 s"),
         ({"honest_banned": 2}, "excluded: 2"),
