@@ -5,7 +5,8 @@ Rules of this file:
    peer says is only a reason to look.
 2. Audits wait for everything else. One runs at a time, on a queue of its own, and asks for one payload at a time; an
    audit that finds too many waiting is not made. Accusations have a queue of their own, so that no accuser delays this
-   peer's audits. Accusers take turns in it.
+   peer's audits. Accusers take turns in it. Payloads beyond ``SPILL_BYTES`` wait on the disk, and are merged from
+   there one at a time.
 3. A peer that accuses an owner whose merge is right is not listened to again. One whose accusations cannot be checked,
    because the payloads do not come, is heard a few times, and then seldom.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -25,11 +26,11 @@ from p2pdiloco.codec import agreement, bitrate_ladder, compression, merge, quant
 from p2pdiloco.codec.formats import FORMATS, Recipe
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import Host
-from p2pdiloco.peer.learner_updates import Payload
+from p2pdiloco.peer.host import Disk, Host
 from p2pdiloco.peer.message_verifier import MessageVerifier
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.payload_cache import PayloadCache
+from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.peer.signatures import FalseContributionError, UnknownMemberError, check_commit
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -47,8 +48,32 @@ from p2pdiloco.wire.request_reply import RequestError, RequestRefused
 # -- The merge, made again ---------------------------------------------------------------------------------------------
 
 
+class LostPayloadError(Exception):
+    """This peer's disk has lost or altered a payload, which says nothing of the merge."""
+
+
+class _OnDisk:
+    """A contribution's outer gradient that is read from the disk, and decoded, each time it is needed."""
+
+    def __init__(self, load: Callable[[], Bodies], elements: int) -> None:
+        self.elements = elements
+        self._load = load
+        self._norm = merge.contribution(load(), elements).norm()
+
+    def norm(self) -> float:
+        return self._norm
+
+    def add_to(self, out: torch.Tensor, chunk: int, factor: float) -> None:
+        quantization.add_chunk(self._load()[chunk], factor, out)
+
+
 def merge_problem(
-    header: CommitHeader, payloads: Mapping[Digest, Payload], piece: Shard, round_steps: int, recipes: Sequence[Recipe]
+    header: CommitHeader,
+    payloads: Mapping[Digest, Held],
+    piece: Shard,
+    round_steps: int,
+    recipes: Sequence[Recipe],
+    disk: Disk,
 ) -> str | None:
     """Return how a commit's values differ from the merge of the contributions that it names, or None.
 
@@ -59,17 +84,20 @@ def merge_problem(
         piece: the commit's shard.
         round_steps: inner steps between two exchanges of a fragment (H).
         recipes: encodings that an owner may choose (``bitrate_ladder.downward_recipes``).
+        disk: has the payloads that are not in memory.
+
+    Raises:
+        LostPayloadError: it has lost one.
     """
     elements = piece.elements
     if not all(c.payload for c in header.contributors):
         return "it names a contribution without values"
     try:
-        bodies = [_bodies(payloads[Digest(c.payload.hex())], elements) for c in header.contributors]
-        gradients = [merge.contribution(each, elements) for each in bodies]
+        gradients = [_gradient(payloads[Digest(c.payload.hex())], elements, disk) for c in header.contributors]
         merged = torch.empty(elements)
         longest = header.longest or math.inf
         merge.merge_declared(piece.merge, gradients, header.contributors, header.factors, round_steps, merged, longest)
-        committed = _bodies(payloads[header.payload], elements)
+        committed = _bodies(payloads[header.payload], elements, disk)
         codec = committed[0][1]
         for how in recipes:
             if FORMATS[how.codec].number == codec and _is_same(committed, header, how, merged):
@@ -88,7 +116,16 @@ def _factor_problem(header: CommitHeader, gradients: Sequence[merge.Gradient]) -
     return None
 
 
-def _bodies(payload: Payload, elements: int) -> Bodies:
+def _gradient(held: Held, elements: int, disk: Disk) -> merge.Gradient:
+    load = partial(_bodies, held, elements, disk)
+    return _OnDisk(load, elements) if held.data is None else merge.contribution(load(), elements)
+
+
+def _bodies(held: Held, elements: int, disk: Disk) -> Bodies:
+    try:
+        payload = held.read(disk)
+    except ValueError as error:
+        raise LostPayloadError(str(error)) from error
     return Bodies(*compression.unpack(payload, quantization.chunk_count(elements), quantization.LARGEST_BODY))
 
 
@@ -121,9 +158,9 @@ ANSWER_S, TURN_S, SLOWEST_BYTES_PER_S, CASE_S = 20.0, 2.0, 50_000, 300.0
 LEAST_ANSWER_S = 3.0
 # A peer that no longer has a payload says so at once.
 PROMPT_S = 1.0
-# Payloads of one commit that are held in memory, for an audit and for an accusation. A commit with more is not audited,
-# which the log tells once.
-CASE_MOST_BYTES = 512 << 20
+# Payloads of one commit in memory from which further ones wait on the disk, for an audit and for an accusation; and
+# together, with the disk and without it. A larger commit is not audited, which the log tells once.
+SPILL_BYTES, CASE_BYTES, MEMORY_BYTES = 256 << 20, 4 << 30, 512 << 20
 
 
 class _Case:
@@ -140,7 +177,10 @@ class _Case:
         self.failed: set[PeerId] = set()
         # Peers that said at once (``PROMPT_S``) that they do not have a payload.
         self.refused: set[PeerId] = set()
-        self.is_too_large = False
+        # This peer cannot make the merge again, whatever others send.
+        self.is_given_up = False
+        # Payloads that came for this case.
+        self.fetched: list[Held] = []
 
 
 class Auditor:
@@ -220,7 +260,7 @@ class Auditor:
             return
         case = self._begin(header, answer_s)
         is_right = await self._judge(commit, (header.owner,), case)
-        if is_right is False or case.is_too_large or self._driver.is_closed:
+        if is_right is False or case.is_given_up or self._driver.is_closed:
             return
         # An owner that takes its time does not escape by that. One that answers may be ahead of this peer.
         version = self._version(commit) if header.owner in case.refused else asked_at
@@ -258,30 +298,37 @@ class Auditor:
 
     async def _judge(self, commit: WrongMerge, sources: Sequence[PeerId], case: _Case) -> bool | None:
         """Return whether a merge is right; None if its payloads did not come. A wrong one is reported."""
-        payloads = await self._collect(commit.header, sources, case)
-        if payloads is None or self._driver.is_closed:
+        cached = self._payload_cache.shards[commit.shard].payloads
+        try:
+            payloads = await self._collect(commit.header, sources, case)
+            if payloads is None or self._driver.is_closed:
+                return None
+            problem = await self._host.work("audits", partial(self._problem, commit.header, payloads))
+            if problem is not None and not self._driver.is_closed:
+                self._convict(commit, payloads, problem)
+        except LostPayloadError as error:
+            case.is_given_up = True
+            log.warning("a merge is not audited", shard=commit.shard, reason=str(error))
             return None
-        problem = await self._host.work("audits", partial(self._problem, commit.header, payloads))
-        if problem is not None and not self._driver.is_closed:
-            self._convict(commit, payloads, problem)
+        finally:
+            self._driver.store.drop([held for held in case.fetched if cached.get(held.digest) is not held])
         return problem is None
 
-    def _problem(self, header: CommitHeader, payloads: Mapping[Digest, Payload]) -> str | None:
+    def _problem(self, header: CommitHeader, payloads: Mapping[Digest, Held]) -> str | None:
         """Return what is wrong with a merge. As memory and processors err, it must be found twice."""
         piece, found = self._layout.shards[header.shard], list[str | None]()
         for _ in range(2):
-            if any(digest_of(payload) != digest for digest, payload in payloads.items()):
+            if any((data := held.data) is not None and digest_of(data) != held.digest for held in payloads.values()):
                 return None
-            found.append(merge_problem(header, payloads, piece, self._round_steps, self._recipes))
+            found.append(merge_problem(header, payloads, piece, self._round_steps, self._recipes, self._host.disk))
             if found[0] is None:
                 return None
         return found[1]
 
-    def _convict(self, proof: WrongMerge, payloads: Mapping[Digest, Payload], problem: str) -> None:
+    def _convict(self, proof: WrongMerge, payloads: Mapping[Digest, Held], problem: str) -> None:
         """Report a proof, and keep what others need to see it."""
-        cached = self._payload_cache.shards[proof.shard]
-        for digest, payload in payloads.items():
-            cached.put(digest, payload)
+        for digest, held in payloads.items():
+            self._payload_cache.shards[proof.shard].payloads.setdefault(digest, held)
         self._payload_cache.keep_proof(proof.header, proof.signature)
         self._metrics.report_fault(proof.owner, "merge", problem)
         self._driver.feed(ev.Contradicted(proof))
@@ -325,44 +372,45 @@ class Auditor:
     def _most_bytes(self, header: CommitHeader) -> int:
         return compression.payload_limit(self._layout.shards[header.shard].elements)
 
-    async def _collect(
-        self, header: CommitHeader, sources: Sequence[PeerId], case: _Case
-    ) -> dict[Digest, Payload] | None:
+    async def _collect(self, header: CommitHeader, sources: Sequence[PeerId], case: _Case) -> dict[Digest, Held] | None:
         """Return the payloads that make the merge again, from here, from ``sources`` or from the contributors; None if
-        one is not there."""
-        found, size = dict[Digest, Payload](), 0
+        one is not there, or all are too large."""
+        found, store = dict[Digest, Held](), self._driver.store
+        cached = self._payload_cache.shards[header.shard]
         givers = {Digest(c.payload.hex()): peer_of(c.learner) for c in header.contributors}
+        # A contribution is about as large as the commit.
+        if len(givers) * cached.size_of(header.payload) > (CASE_BYTES if store.may_write() else MEMORY_BYTES):
+            self._give_up(header, case)
+            return None
         for digest in sorted(audited_payloads(header)):
-            payload = await self._read(header, digest)
+            held = cached.payloads.get(digest)
             for source in dict.fromkeys((*sources, givers.get(digest, header.owner))):
-                if payload is None and source not in case.failed and not self._driver.is_closed:
-                    payload = await self._ask(source, header, digest, case)
-            size += 0 if payload is None else len(payload)
-            case.is_too_large = size > CASE_MOST_BYTES
-            if case.is_too_large and not self._has_told:
-                self._has_told = True
-                log.warning(
-                    f"merges of more than {CASE_MOST_BYTES >> 20} MiB of contributions are not audited: nobody finds "
-                    "an owner that lies in one. A run with smaller shards (schedule.max_shard) has smaller merges",
-                    shard=header.shard,
-                    contributors=len(header.contributors),
-                )
-            if payload is None or case.is_too_large:
+                if held is None and source not in case.failed and not self._driver.is_closed:
+                    held = await self._ask(source, header, digest, case)
+            if held is None:
                 return None
-            found[digest] = payload
+            found[digest] = held
+            in_memory = sum(each.size for each in found.values() if each.data is not None)
+            if in_memory > MEMORY_BYTES or sum(map(len, found.values())) > CASE_BYTES:
+                self._give_up(header, case)
+                return None
+            if in_memory > SPILL_BYTES and store.may_write():
+                store.spill(held)
         return found
 
-    async def _read(self, header: CommitHeader, digest: Digest) -> Payload | None:
-        """Return a payload that is here."""
-        held = self._payload_cache.shards[header.shard].payloads.get(digest)
-        if held is None or held.data is not None:
-            return None if held is None else held.data
-        try:
-            return await self._host.work("disk", partial(held.read, self._host.disk))
-        except ValueError:
-            return None
+    def _give_up(self, header: CommitHeader, case: _Case) -> None:
+        case.is_given_up = True
+        if not self._has_told:
+            self._has_told = True
+            log.warning(
+                f"merges of more than {CASE_BYTES >> 30} GiB of contributions, or {MEMORY_BYTES >> 20} MiB while the "
+                "disk takes no payloads, are not audited: nobody finds an owner that lies in one. A run with smaller "
+                "shards (schedule.max_shard) has smaller merges",
+                shard=header.shard,
+                contributors=len(header.contributors),
+            )
 
-    async def _ask(self, peer: PeerId, header: CommitHeader, digest: Digest, case: _Case) -> Payload | None:
+    async def _ask(self, peer: PeerId, header: CommitHeader, digest: Digest, case: _Case) -> Held | None:
         """Return a payload from ``peer``."""
         most = self._most_bytes(header)
         timeout_s = min(case.until - self._host.now(), case.answer_s + most / SLOWEST_BYTES_PER_S)
@@ -380,4 +428,5 @@ class Auditor:
             self._metrics.report_fault(peer, "payload", "the digest of an audited payload does not match")
             case.failed.add(peer)
             return None
-        return response.payload
+        case.fetched.append(held := Held(digest, response.payload))
+        return held

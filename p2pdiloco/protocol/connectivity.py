@@ -15,7 +15,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from struct import unpack
 
 from p2pdiloco.protocol.events import Mark
@@ -66,6 +66,10 @@ class Connectivity:
         self._fit: tuple[PeerId, ...] = ()
         """Candidates that are among the best."""
         self._fit_until: dict[PeerId, float] = {}
+        self._counted: dict[int, frozenset[int]] = {}
+        """The lists of this peer and the live ones, by fingerprint, that ``_listed`` counts."""
+        self._listed: dict[int, int] = {}
+        """How many of these lists have each fingerprint, so that a judgement takes N steps and not N^2."""
         self._judged: tuple[object, ...] = ()
         """Inputs from which ``best`` was computed."""
         self._changes = 0
@@ -140,16 +144,14 @@ class Connectivity:
 
     def _find_best(self, live: Sequence[PeerId], able: Collection[int]) -> None:
         me = fingerprint(self.me)
-        here: dict[int, frozenset[int] | None] = {me: self.lists[self.me]}
-        for peer in live:  # a live peer hears this one, whether its list says so or not
-            prints = self.lists.get(peer)
-            here[fingerprint(peer)] = prints if prints is None or me in prints else prints | {me}
-        lists = [prints for prints in here.values() if prints is not None]
-        indirect = frozenset().union(*lists) - here.keys()
+        here = {fingerprint(peer): self.lists.get(peer) for peer in (self.me, *live)}
+        self._count({x: prints for x, prints in here.items() if prints is not None})
+        indirect = frozenset(self._listed.keys() - here.keys())
         for believed in (self.givers, self.admitted):
             indirect = indirect if believed is None else indirect & believed
         self.indirect = indirect
-        apart = _apart(indirect | here.keys(), here)
+        # A live peer hears this one, whether its list says so or not.
+        apart = _apart({y for y in (*indirect, *here) if y != me and not self._is_listed_by_all(y)}, self._counted)
         fewest = min((len(apart.get(x, ())) for x in (*able, *indirect)), default=0)
         bearable = fewest + (len(here) + len(indirect) - 1 - fewest) // TOLERANCE
         enough = [x for x in (*able, *indirect) if len(apart.get(x, ())) <= bearable]
@@ -159,15 +161,36 @@ class Connectivity:
                 best.add(x)
         self.best = frozenset(best)
 
+    def _count(self, lists: dict[int, frozenset[int]]) -> None:
+        """Count ``lists`` in ``_listed`` instead of those that were counted before."""
+        nobody = frozenset[int]()
+        for x in self._counted.keys() | lists.keys():
+            old, new = self._counted.get(x, nobody), lists.get(x, nobody)
+            if old is not new:
+                for y in new - old:
+                    self._listed[y] = self._listed.get(y, 0) + 1
+                for y in old - new:
+                    self._listed[y] -= 1
+                    if not self._listed[y]:
+                        del self._listed[y]
+        self._counted = lists
 
-def _apart(everybody: frozenset[int], lists: Mapping[int, frozenset[int] | None]) -> dict[int, set[int]]:
+    def _is_listed_by_all(self, y: int) -> bool:
+        """Return whether all counted lists but its own have ``y``."""
+        own = self._counted.get(y)
+        others = self._listed.get(y, 0) - (own is not None and y in own)
+        return others == len(self._counted) - (own is not None)
+
+
+def _apart(unlisted: Set[int], lists: Mapping[int, frozenset[int]]) -> dict[int, set[int]]:
     """Return, for each peer, the peers that it does not meet; nothing for a peer that meets all.
 
-    Two peers meet if each of them lists the other. A peer without a list (None) is assumed to hear all.
+    Two peers meet if each of them lists the other. A peer without a list is assumed to hear all. ``unlisted`` are the
+    peers that some list lacks.
     """
     apart: dict[int, set[int]] = {}
     for x, prints in lists.items():
-        if prints is not None and (unheard := everybody - prints - {x}):
+        if unheard := unlisted - prints - {x}:
             apart.setdefault(x, set()).update(unheard)
             for y in unheard:
                 apart.setdefault(y, set()).add(x)

@@ -1,8 +1,9 @@
 """Synchronizes the membership log of a run with other peers, and disconnects peers that are no longer members.
 
 Rules of this file:
-1. A newly connected peer is asked for the statements that are missing here. New statements are forwarded once, to all
-   connected members.
+1. A newly connected peer is asked for the statements that are missing here. New statements are forwarded once: bans and
+   ends of the run to all connected members, those of new members to ``TOLD_OF_NEWCOMERS``. Others learn of a new member
+   when they connect to it or to one that knows it, or when it is named to them (G2d of docs/protocol.md).
 2. Statements are sent only to members, never to observers. Those that prolong the run are the exception: a peer that
    comes back is told of the run's end before it begins.
 3. A peer whose membership has expired or was revoked by a ban first receives the same statements as the others, and is
@@ -18,12 +19,13 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from random import Random
 from typing import NamedTuple
 
 from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.members import NotAMemberError
-from p2pdiloco.access.membership_log import join_statements, split_statements
+from p2pdiloco.access.membership_log import INTRODUCTION, join_statements, split_statements
 from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
@@ -43,6 +45,8 @@ ASK_S = 10.0
 PIECE_BYTES = 128 << 10
 # Time to send new statements to peers before former members are disconnected.
 TELL_S = 1.0
+# Members that one tells of new members. If all told all, N peers would make N^2 requests for each newcomer.
+TOLD_OF_NEWCOMERS = 4
 # Maximum number of consecutive requests to one peer.
 ROUNDS = 32
 # Rate limit of unknown peers that one connected peer may introduce. It costs a core 0.2 s at first, 0.02 % afterwards.
@@ -287,17 +291,21 @@ class MembershipSync:
                 return self._vain.take(came_with, self._now_s())
 
     def _spread_and_part(self, news: list[bytes], but: PeerId | None = None) -> None:
-        """Send ``news`` to all other members, then disconnect former members. Publish a new end of the run."""
+        """Send ``news`` to other members, then disconnect former members. Publish a new end of the run."""
         if (last := self.members.prolonged_to) != self._prolonged_to:
             self._prolonged_to = last
             self._events.publish(Prolonged(last))
-        receivers = [peer for peer in self._links.peers() if peer != but and not self.observes(peer)] if news else []
-        self._spawn(
-            self._tell_and_part(receivers, encode(TellStatements(join_statements(news)))), name="tell of members"
-        )
+        receivers = sorted(peer for peer in self._links.peers() if peer != but and not self.observes(peer))
+        urgent = [statement for statement in news if not statement.startswith(INTRODUCTION)]
+        drawn = Random(b"".join((self.mine.identity.peer_id.encode(), *news)))
+        told = dict.fromkeys(receivers if urgent else (), _telling(urgent))
+        if len(urgent) < len(news):
+            few = drawn.sample(receivers, min(TOLD_OF_NEWCOMERS, len(receivers)))
+            told.update(dict.fromkeys(few, _telling(news)))
+        self._spawn(self._tell_and_part(told), name="tell of members")
 
-    async def _tell_and_part(self, peers: list[PeerId], body: bytes) -> None:
-        telling = [asyncio.ensure_future(self._tell(peer, body)) for peer in peers]
+    async def _tell_and_part(self, told: Mapping[PeerId, bytes]) -> None:
+        telling = [asyncio.ensure_future(self._tell(peer, body)) for peer, body in told.items()]
         if telling:
             await asyncio.wait(telling, timeout=TELL_S)
         self._disconnect_former_members()
@@ -322,3 +330,7 @@ class MembershipSync:
                     continue
                 log.warning("disconnecting a peer that is no longer a member", peer=peer, reason=str(error))
                 self._links.disconnect(peer, str(error))
+
+
+def _telling(statements: list[bytes]) -> bytes:
+    return encode(TellStatements(join_statements(statements)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,12 +20,14 @@ from p2pdiloco.codec.bitrate_ladder import downward_recipes
 from p2pdiloco.codec.compression import index_bytes
 from p2pdiloco.codec.formats import CHUNK, HEADER, Recipe, recipe
 from p2pdiloco.codec.quantization import LARGEST_BODY, decode_chunks, encode_vector
-from p2pdiloco.peer.audit import merge_problem
+from p2pdiloco.peer.audit import LostPayloadError, merge_problem
 from p2pdiloco.peer.model_state import ModelState, payload_of
+from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Codec, CodecConfig, MergeRule, OuterConfig, Shard, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.util.files import LocalDisk
 
 ROUND = 24
 AUTO = CodecConfig(down="auto", coarsest="int2")
@@ -46,9 +49,23 @@ class Made(NamedTuple):
     piece: Shard
     recipes: list[Recipe]
 
-    def problem(self, **changes: Any) -> str | None:
-        header = msgspec.structs.replace(self.header, **changes)
-        return merge_problem(header, self.payloads, self.piece, ROUND, self.recipes)
+    def problem(self, on_disk: int = 0, **changes: Any) -> str | None:
+        """``on_disk``: how many of the payloads are not in memory."""
+        header, disk = msgspec.structs.replace(self.header, **changes), Shelf(self.payloads)
+        held = {digest: Held(digest, payload) for digest, payload in self.payloads.items()}
+        for each in list(held.values())[:on_disk]:
+            each.data, each.path = None, Path(each.digest)
+        return merge_problem(header, held, self.piece, ROUND, self.recipes, disk)
+
+
+class Shelf(LocalDisk):
+    """A disk with one file for each payload."""
+
+    def __init__(self, payloads: dict[Digest, Any]) -> None:
+        self.files = {digest: bytes(payload) for digest, payload in payloads.items()}
+
+    def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
+        return self.files[Digest(path.name)]
 
 
 def made(
@@ -130,6 +147,7 @@ def test_whoever_has_the_contributions_makes_the_same_merge(
     for is_used in (True, False):
         with library(is_used=is_used):
             assert commit.problem() is None
+            assert commit.problem(on_disk=seed % (len(commit.payloads) + 1)) is None
 
 
 @pytest.mark.parametrize("is_used", [True, False])
@@ -140,6 +158,17 @@ def test_a_shard_of_several_chunks_is_merged_again(is_used: bool) -> None:
         commit = made(vectors, [recipe("int4")] * 3, [(100, 10)] * 3, config=CodecConfig())
     with library(is_used=is_used):
         assert commit.problem() is None
+        assert commit.problem(on_disk=4) is None
+        assert "not the merge" in str(commit.problem(on_disk=4, length=2.0 * commit.header.length))
+
+
+def test_a_disk_that_alters_a_payload_convicts_nobody() -> None:
+    """V5d: nothing is known of the merge then."""
+    commit = made(drawn(1, 300, 2), [recipe("int4")] * 2, [(100, 10)] * 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Shelf, "read", lambda *_: b"nonsense")
+        with pytest.raises(LostPayloadError, match="altered"):
+            commit.problem(on_disk=1)
 
 
 def test_a_merge_that_is_another_is_found() -> None:

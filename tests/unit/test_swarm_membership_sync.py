@@ -51,6 +51,8 @@ class Place:
         self.expelled: list[tuple[PeerId, str]] = []
         self.ends: list[tuple[PeerId, int]] = []
         self.blamed: Counter[tuple[PeerId, PeerId]] = Counter()
+        self.told: Counter[PeerId] = Counter()
+        """How many others each has told of members."""
         self.now_s = 1_000_000.0
         self._work: list[asyncio.Task[None]] = []
 
@@ -95,6 +97,7 @@ class Line:
             raise RequestError("not connected")
         request = decode_request(body)
         assert isinstance(request, GetStatements | TellStatements)
+        self._place.told[self._me] += isinstance(request, TellStatements)
         answer = await self._place.there[peer].answer(self._me, request)
         assert len(answer.payload or b"") <= max_payload
         return Response(answer.body, memoryview(bytes(answer.payload)) if answer.payload else None)  # type: ignore[arg-type]
@@ -131,6 +134,43 @@ def test_who_connects_learns_of_all_members_and_bans(tmp_path: Path) -> None:
         assert known.is_member(ann.peer)
         assert not known.is_member(eve.peer)
         assert known.members.marks() == place.there[ann.peer].members.marks()
+
+    played(tmp_path, story)
+
+
+def test_each_tells_four_of_a_new_member_and_all_of_a_ban(tmp_path: Path) -> None:
+    """Thirty peers made 870 requests for each newcomer. Who is not told asks when the newcomer is named to it."""
+    holders = [the_founder(), *(the_founder().invites().certifies() for _ in range(29))]
+    ann = the_founder().invites().certifies()
+
+    async def story(place: Place) -> None:
+        for holder in holders:
+            place.enter(holder)
+        for number, holder in enumerate(holders):
+            for other in holders[:number]:
+                place.connect(holder, other)
+        await place.settle()
+        place.told.clear()
+        place.enter(ann)
+        place.connect(ann, holders[7])
+        await place.there[holders[7].peer].answer(ann.peer, TellStatements(b""))
+        news = [introduction(place.there[holders[7].peer].members.grant_of(ann.peer))]  # type: ignore[arg-type]
+        await place.there[holders[3].peer].answer(holders[7].peer, TellStatements(join_statements(news)))
+        await place.settle()
+        assert place.told
+        assert max(place.told.values()) <= 4
+        knowing = [holder for holder in holders if place.there[holder.peer].is_member(ann.peer)]
+        assert len(knowing) > 20
+        for holder in holders:
+            await place.there[holder.peer].ask(knowing[-1].peer)
+            assert place.there[holder.peer].is_member(ann.peer)
+        await place.settle()
+        place.told.clear()
+        MemberFiles(tmp_path / the_founder().peer).queue_statement(the_founder().bans(ann))
+        place.there[the_founder().peer].check_members()
+        await place.settle()
+        assert place.told[the_founder().peer] == 29
+        assert not any(place.there[holder.peer].is_member(ann.peer) for holder in holders)
 
     played(tmp_path, story)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -16,6 +17,8 @@ from troupe import Stage as Theatre
 from p2pdiloco.codec import merge
 from p2pdiloco.peer import audit
 from p2pdiloco.peer.audit import ANSWER_S, UNCHECKED, UNCHECKED_PER_S
+from p2pdiloco.peer.payload_cache import ShardPayloads
+from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.state_server import PAYLOADS
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -263,17 +266,46 @@ def test_a_right_merge_is_made_again_and_nothing_follows(tmp_path: Path) -> None
     act(story)
 
 
+@pytest.mark.parametrize("limit", ["CASE_BYTES", "MEMORY_BYTES"])
+@pytest.mark.parametrize("is_known", [True, False])
 def test_an_owner_whose_merges_are_too_large_to_be_audited_is_not_blamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    limit: str, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """V5g: it counted as one that does not deliver, with every merge of 595 learners; the log says so once."""
-    monkeypatch.setattr(audit, "CASE_MOST_BYTES", 1)
+    """V5g: nothing is fetched in vain if the commit shows how large they are; the log says so once."""
+    monkeypatch.setattr(audit, limit, 1)
+    monkeypatch.setattr(PayloadStore, "may_write", lambda _: limit == "CASE_BYTES")
+    if not is_known:
+        monkeypatch.setattr(ShardPayloads, "size_of", lambda *_: 0)
 
     async def story() -> None:
         async with Theatre(tmp_path) as stage:
             ann, bob, _ = await company(stage)
+            lying(ann)
+            before = bob.asked.total()
             assert not await audited(stage, ann, bob)
+            assert (bob.asked.total() == before) == is_known
             assert sum("are not audited" in record.getMessage() for record in caplog.records) == 1
+
+    act(story)
+
+
+def test_a_large_merge_is_made_again_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V5c, V5d: of true merges nothing stays there; what proves a wrong one is shown from there."""
+    monkeypatch.setattr(audit, "SPILL_BYTES", 0)
+    monkeypatch.setattr(audit, "merge_problem", watched := Mock(side_effect=audit.merge_problem))
+
+    async def story() -> None:
+        async with Theatre(tmp_path) as stage:
+            ann, bob, cat = await company(stage)
+            ended = await audited(stage, ann, bob)
+            assert len(ended) >= 4
+            assert all(event.has_delivered for event in ended)
+            assert any(held.data is None for call in watched.mock_calls for held in call.args[1].values())
+            lying(ann)
+            await stage.train(ann, 1.0, 1.0)
+            await stage.settle()
+            assert bob.faults() == {"merge": 1}
+            assert ann.id in cat.machine.view.barred
 
     act(story)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import pytest
 from stage import A, B, C, D, Stage, sent, tokens, with_payload
 
 from p2pdiloco.protocol import effects as ef
@@ -209,3 +211,46 @@ def test_after_the_best_come_those_who_hear_one_of_them() -> None:
     connectedness = stage.machine.core.membership.connectivity
     assert connectedness.best == set(map(fingerprint, indirect))
     assert connectedness.tiers == {A: 2, B: 1, C: 2, D: 1}
+
+
+def best_of(me: PeerId, live: list[PeerId], lists: dict[PeerId, frozenset[PeerId]]) -> frozenset[PeerId]:
+    """R2a and R3a as their sentences say them, pair by pair, for peers without indirect ones."""
+    everybody = sorted([me, *live], key=fingerprint)
+
+    def hears(x: PeerId, y: PeerId) -> bool:
+        return x not in lists or y in lists[x] or (y == me and x != me)
+
+    apart = {x: {y for y in everybody if y != x and not (hears(x, y) and hears(y, x))} for x in everybody}
+    fewest = min(map(len, apart.values()))
+    most = fewest + (len(live) - fewest) // TOLERANCE
+    best: list[PeerId] = []
+    for x in sorted(everybody, key=lambda x: len(apart[x])):
+        if len(apart[x]) <= most and apart[x].isdisjoint(best):
+            best.append(x)
+    return frozenset(best)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_counts_say_what_all_pairs_say(seed: int) -> None:
+    """R2a, R3a: while peers come, go, lose each other, and send no list, or one that lacks this peer."""
+    drawn, names = random.Random(seed), [PeerId(f"p{i}") for i in range(2 + seed)]
+    me, *others = names
+    judged, lists, live = Connectivity(me), dict[PeerId, frozenset[PeerId]](), list[PeerId]()
+    judged.admitted = frozenset()
+    for step in range(30):
+        for peer in drawn.sample(others, min(3, len(others))):
+            match drawn.randrange(6):
+                case 0 if peer in live:
+                    live.remove(peer)
+                case 1 if peer not in live:
+                    judged.forget(peer)
+                    lists.pop(peer, None)
+                case _:
+                    live += [] if peer in live else [peer]
+                    lacking = drawn.sample(names, min(len(names), drawn.choice([0, 0, 0, 1, 2])))
+                    lists[peer] = frozenset(names) - {peer, *lacking}
+                    judged.update_list(peer, hearing(*lists[peer]))
+        lists[me] = frozenset(live)
+        judged.update_own_list(live, step)
+        judged.judge(float(step), tuple(live), tuple((peer, 1.0) for peer in sorted([me, *live])), 0.0)
+        assert judged.best == frozenset(map(fingerprint, best_of(me, live, lists))), step
