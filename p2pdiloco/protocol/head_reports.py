@@ -78,9 +78,11 @@ class HeadReports:
         chain = self.core.chains[shard]
         assert chain.head is not None
         own, tokens = chain.heads(), chain.head.tokens
-        told = (self.of(donor, shard) for donor in self.core.participation.donors(shard))
-        there = (one for one in told if one is not None and one.head not in own)
-        return [one for one in there if (one.tokens > tokens if are_heavier else one.tokens < tokens)]
+        told = ((peer, heads.get(shard)) for peer, heads in self._heads.items())
+        there = {peer: one for peer, one in told if one is not None and one.head not in own}
+        donors = self.core.participation.donors(shard) if there else []
+        found = [there[donor] for donor in donors if donor in there]
+        return [one for one in found if (one.tokens > tokens if are_heavier else one.tokens < tokens)]
 
     def is_known(self, shard: ShardId) -> bool:
         """Return whether most donors have reported their head of ``shard``."""
