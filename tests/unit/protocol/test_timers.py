@@ -261,7 +261,7 @@ def test_commit_patience_counts_at_most_a_heartbeat_of_the_round() -> None:
 
 
 def test_commit_patience_covers_what_commits_took_to_come_by_themselves() -> None:
-    """W5a: also what one came too late for, but not what was asked for."""
+    """W5a: shorter or longer than a round; also what one came too late for, but not what was asked for."""
     stage = Stage(B, C, takeover_floor_s=5.0)
     header = stage.commit(tokens(B, 0, 40))
     stage.announce(C, 4, head_of(header))
