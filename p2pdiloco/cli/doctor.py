@@ -16,7 +16,9 @@ from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.node import diagnostics
 from p2pdiloco.node.diagnostics import Finding, Gift
 from p2pdiloco.peer.options import LearnerOptions
+from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.swarm.credentials import CredentialsError
+from p2pdiloco.swarm.limits import approached
 from p2pdiloco.swarm.reachability import check_reachability
 from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, RunLookup, open_directory
 from p2pdiloco.transport import addresses
@@ -114,6 +116,9 @@ async def _run(answers: RunAnswer, arguments: argparse.Namespace) -> tuple[list[
     findings += [
         Finding("warning", name, f"{one.peer[-6:]} is in trouble: {one.trouble}") for one in peers if one.trouble
     ]
+    shards = () if manifest is None else Layout.of(manifest).shards
+    largest = max((shard.elements for shard in shards), default=0)
+    findings += [Finding("warning", name, sentence) for sentence in approached(peers, largest)]
     if manifest is None:
         return findings, None
     if manifest.config.model.kind == "external":

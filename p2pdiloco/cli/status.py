@@ -17,6 +17,7 @@ from p2pdiloco.cli.peer_options import with_invite
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.swarm.credentials import Credentials
 from p2pdiloco.swarm.invitations import credentials_of, kept_addresses
+from p2pdiloco.swarm.limits import approached
 from p2pdiloco.swarm.run_index import ConfigError, kept_run
 from p2pdiloco.swarm.run_lookup import DirectoryOptions, RunAnswer, RunLookup, open_directory
 from p2pdiloco.transport.identity import Identity
@@ -111,6 +112,8 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
             f"{s.tokens_per_second:>10,.0f}{share:>8.1%}{s.bytes_up / 1e6:>9.1f}"
             f"{s.overhead_s / spent:>10.1%}{s.node_cpu_s / spent:>10.1%}"
         )
+    for sentence in approached(peers):
+        print(f"  {sentence}")
     for s in peers:
         if s.trouble:
             print(f"  {short(s.peer)} is in trouble: {s.trouble}")

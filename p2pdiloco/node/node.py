@@ -197,7 +197,17 @@ class Node:
             # Status and telemetry for the user.
             status = partial(reporter.status, peer)
             swarm_status = SwarmStatus(peer, status, partial(ask_status, transport))
-            telemetry = Telemetry(peer, transport, history, status, swarm_status, membership_sync.remaining_s, events)
+            members = membership_sync.members
+            telemetry = Telemetry(
+                peer,
+                transport,
+                history,
+                status,
+                swarm_status,
+                membership_sync.remaining_s,
+                events,
+                lambda: len(members.known()) - members.is_private,
+            )
             node = cls(
                 events=events,
                 directory=directory,

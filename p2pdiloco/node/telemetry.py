@@ -45,6 +45,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.swarm.limits import approached
 from p2pdiloco.timing import RateLimiter
 from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.transport.transport import Transport
@@ -92,6 +93,7 @@ class Telemetry:
         swarm_status: SwarmStatus,
         membership_remaining_s: Callable[[], float | None],
         events: EventBus,
+        members: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
@@ -99,8 +101,10 @@ class Telemetry:
             status: returns this peer's status.
             swarm_status: status of the other peers.
             membership_remaining_s: returns the remaining seconds of this peer's membership; None: it does not expire.
+            members: returns how many members the run has had, without the founder.
         """
         self._peer = peer
+        self._members = members
         self._links = links
         self.history = history
         self._status = status
@@ -193,7 +197,10 @@ class Telemetry:
         room: float | None = None
         with suppress(OSError):  # without the free space, all other alerts still work
             room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
-        for alert in self._alerts.look(self._peer.host.now(), self._current_picture(), room):
+        limits = approached(
+            [self._status()], max(shard.elements for shard in self._peer.layout.shards), self._members()
+        )
+        for alert in self._alerts.look(self._peer.host.now(), self._current_picture(), room, limits):
             self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
             self._events.publish(alert)
 

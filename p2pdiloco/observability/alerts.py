@@ -1,23 +1,25 @@
-"""Alerts: conditions that a person should hear of (stuck, alone, diverging, disk, membership, trouble, done). Pure.
+"""Alerts: conditions that a person should hear of (stuck, alone, diverging, disk, membership, limit,
+trouble, done). Pure.
 
 Rules of this file:
 1. An alert is reported once when it begins and once when it is over. A condition that lasts less than ``PATIENCE_S`` is
    not reported.
-2. Alerts depend on the snapshot and two values of this machine (free disk space, remaining membership). Time is a
-   parameter. If ``look`` is called every few seconds, each kind is noticed within a minute.
+2. Alerts depend on the snapshot and a few values from elsewhere (free disk space, remaining membership, limits that
+   the swarm approaches). Time is a parameter. If ``look`` is called every few seconds, each kind is noticed within a
+   minute.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
 from p2pdiloco.observability.snapshot import RunSnapshot
 
-Kind = Literal["stuck", "alone", "diverging", "disk", "membership", "trouble", "done"]
+Kind = Literal["stuck", "alone", "diverging", "disk", "membership", "limit", "trouble", "done"]
 PATIENCE_S = 10.0
 STUCK_S = 45.0
 # Stuck: no new version for STUCK_S, and for this many of the usual intervals between two versions. Before the first
@@ -36,6 +38,7 @@ OVER: dict[Kind, str] = {
     "diverging": "the held-out loss is back near its best",
     "disk": "there is enough disk space again",
     "membership": "the membership does not end soon any more",
+    "limit": "the swarm is far from its limits again",
     "trouble": "the problem is solved",
     "done": "the run is not complete any more",
 }
@@ -70,10 +73,14 @@ class Alerts:
         # Usual interval between two versions.
         self._pause_s = 0.0
 
-    def look(self, now: float, picture: RunSnapshot, room_bytes: float | None = None) -> list[Alert]:
+    def look(
+        self, now: float, picture: RunSnapshot, room_bytes: float | None = None, limits: Sequence[str] = ()
+    ) -> list[Alert]:
         """Return the alerts that have begun or ended. ``now``: seconds that never go back. ``room_bytes``: free disk
-        space; None: not known."""
+        space; None: not known. ``limits``: sentences on limits that the swarm approaches."""
         found = self._found(now, picture, room_bytes)
+        if limits:
+            found["limit"] = "; ".join(limits)
         told = []
         for kind, text in found.items():
             since = self._since.setdefault(kind, now)

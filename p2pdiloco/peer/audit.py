@@ -34,7 +34,7 @@ from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.peer.signatures import FalseContributionError, UnknownMemberError, check_commit
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.audits import AUDITED_VERSIONS
+from p2pdiloco.protocol.audits import AUDITED_VERSIONS, CASE_BYTES
 from p2pdiloco.protocol.barred_owners import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import Layout, Manifest, Shard
@@ -158,9 +158,9 @@ ANSWER_S, TURN_S, SLOWEST_BYTES_PER_S, CASE_S = 20.0, 2.0, 50_000, 300.0
 LEAST_ANSWER_S = 3.0
 # A peer that no longer has a payload says so at once.
 PROMPT_S = 1.0
-# Payloads of one commit in memory from which further ones wait on the disk, for an audit and for an accusation; and
-# together, with the disk and without it. A larger commit is not audited, which the log tells once.
-SPILL_BYTES, CASE_BYTES, MEMORY_BYTES = 256 << 20, 4 << 30, 512 << 20
+# Payloads of one commit in memory from which further ones wait on the disk, for an audit and for an accusation; and at
+# most, if the disk takes none. A commit with more, or with ``CASE_BYTES``, is not audited, which the log tells once.
+SPILL_BYTES, MEMORY_BYTES = 256 << 20, 512 << 20
 
 
 class _Case:
@@ -379,7 +379,7 @@ class Auditor:
         cached = self._payload_cache.shards[header.shard]
         givers = {Digest(c.payload.hex()): peer_of(c.learner) for c in header.contributors}
         # A contribution is about as large as the commit.
-        if len(givers) * cached.size_of(header.payload) > (CASE_BYTES if store.may_write() else MEMORY_BYTES):
+        if (len(givers) + 1) * cached.size_of(header.payload) > (CASE_BYTES if store.may_write() else MEMORY_BYTES):
             self._give_up(header, case)
             return None
         for digest in sorted(audited_payloads(header)):

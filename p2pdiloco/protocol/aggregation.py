@@ -221,8 +221,8 @@ class Aggregation:
             self._refuse(sender, contribution, "stale")
 
     def wants(self, sender: PeerId, contribution: Contribution) -> bool:
-        """Return whether the payload may be downloaded. One for a later head must fit into its peer's share of
-        ``early_bytes``."""
+        """Return whether the payload may be downloaded. Of those for later heads, each peer may have one, and more as
+        far as they fit into its share of ``early_bytes``."""
         head = self.core.chains[contribution.shard].head
         if peer_of(contribution.contributor.learner) != sender:
             return False
@@ -230,7 +230,8 @@ class Aggregation:
             return True
         others = (early.get(sender) for shard, early in enumerate(self.early) if shard != contribution.shard)
         waiting = contribution.payload_bytes + sum(other.payload_bytes for other in others if other is not None)
-        return waiting <= self.core.config.early_bytes // max(1, len(self.core.membership.peers))
+        share = self.core.config.early_bytes // max(1, len(self.core.membership.peers))
+        return waiting <= max(contribution.payload_bytes, share)
 
     def _problem(self, contribution: Contribution) -> str | None:
         c = contribution.contributor

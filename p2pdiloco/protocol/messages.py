@@ -13,7 +13,17 @@ from msgspec import Meta
 
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Block
-from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of
+from p2pdiloco.protocol.ids import (
+    DIGEST_BYTES,
+    FINGERPRINT_BYTES,
+    Digest,
+    FragmentId,
+    LearnerId,
+    PeerId,
+    RunId,
+    ShardId,
+    digest_of,
+)
 
 MAX_CLAIMS = 256
 SIGNATURE_BYTES = 64
@@ -38,8 +48,8 @@ MOST_LENGTH = 1e38
 """Maximum stated norm, beyond that of any merge."""
 MOST_LOSS = 1e6
 """Maximum loss, in nats a token."""
-MAX_HEARD_BYTES = 4096
-"""Maximum size of a heartbeat's list: fingerprints of 1,024 peers."""
+MAX_HEARD_BYTES = 4096 * FINGERPRINT_BYTES
+"""Maximum size of a heartbeat's list: as many peers as are connected at most (``membership.MAX_PEERS``)."""
 
 Phase = Literal["joining", "training", "following", "finished", "leaving"]
 

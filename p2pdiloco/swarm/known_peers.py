@@ -16,7 +16,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.timing import Backoff
 from p2pdiloco.wire.directory_records import PeerRecord
 
-MAX_KNOWN = 1024
+MAX_KNOWN = 4096
 # First and longest pause between two dials of a peer.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 30.0
 # First and longest pause between two attempts to replace a relayed connection by a direct one.

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -31,7 +32,7 @@ def shown(
     )
 
 
-def noticed(alerts: Alerts, picture: RunSnapshot, **more: float) -> list[tuple[float, Alert]]:
+def noticed(alerts: Alerts, picture: RunSnapshot, **more: Any) -> list[tuple[float, Alert]]:
     """Looking at the same for a minute: what is told, and when."""
     return [
         (EVERY_S * look, alert)
@@ -54,6 +55,7 @@ def test_each_kind_is_noticed_once_within_a_minute_and_so_is_its_end() -> None:
         "alone": (shown(live=1), {}),
         "diverging": (shown(loss=2.6), {}),
         "disk": (shown(), {"room_bytes": 5e6}),
+        "limit": (shown(), {"limits": ["500 connected peers, of at most 512"]}),
         "trouble": (msgspec.structs.replace(shown(), troubles=("loss is nan",)), {}),
     }
     for kind, (picture, amounts) in cases.items():

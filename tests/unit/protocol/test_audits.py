@@ -18,7 +18,7 @@ from p2pdiloco.codec import merge
 from p2pdiloco.peer import audit
 from p2pdiloco.peer.audit import ANSWER_S, UNCHECKED, UNCHECKED_PER_S
 from p2pdiloco.peer.payload_cache import ShardPayloads
-from p2pdiloco.peer.payload_store import PayloadStore
+from p2pdiloco.peer.payload_store import Held, PayloadStore
 from p2pdiloco.peer.state_server import PAYLOADS
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -285,6 +285,28 @@ def test_an_owner_whose_merges_are_too_large_to_be_audited_is_not_blamed(
             assert not await audited(stage, ann, bob)
             assert (bob.asked.total() == before) == is_known
             assert sum("are not audited" in record.getMessage() for record in caplog.records) == 1
+
+    act(story)
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_merge_as_large_as_the_limit_is_audited(
+    more: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """V5c, V5g: one byte more is not."""
+
+    async def story() -> None:
+        async with Theatre(tmp_path) as stage:
+            ann, bob, _ = await company(stage)
+            lying(ann)
+            bob.draws = 0.0
+            monkeypatch.setattr(ShardPayloads, "size_of", lambda *_: 50)
+            monkeypatch.setattr(Held, "__len__", lambda _: 50)
+            monkeypatch.setattr(audit, "CASE_BYTES", 100 - more)
+            await stage.train(ann, 1.0, 1.0)
+            await stage.settle()
+            assert (ann.id in bob.machine.view.barred) == (more <= 0)
+            assert any("are not audited" in record.getMessage() for record in caplog.records) == (more > 0)
 
     act(story)
 
