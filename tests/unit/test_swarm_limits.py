@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -15,18 +16,20 @@ from holders import Holder, members, the_founder
 
 from p2pdiloco.access.certificates import Grant
 from p2pdiloco.access.members import NotAMemberError
+from p2pdiloco.cli import doctor
 from p2pdiloco.net.endpoint import Peers
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.peer.state_proof import lineage_of
 from p2pdiloco.protocol.connectivity import listed, prints_in
-from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, LearnerId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.membership import MAX_PEERS
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES, Commit, CommitHeader, Contributor, Heartbeat
 from p2pdiloco.swarm import limits
 from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.limits import CONTRIBUTOR_BYTES, LIMITS, Counted, Limit, approached
+from p2pdiloco.swarm.run_lookup import RunAnswer
 from p2pdiloco.wire.control_messages import COMMIT_BYTES, LINEAGE_BYTES, PeerStatus, decode_message, encode
-from p2pdiloco.wire.directory_records import PeerRecord
+from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 
 STATUS = PeerStatus(
     run=cast(Any, "run"), name="r", peer="p", phase="training", step=1, total_steps=2, known=1, live=1, participating=1,
@@ -184,6 +187,12 @@ def test_a_limit_is_told_from_four_fifths_on(limit: Limit) -> None:
     first = next(number for number in count() if number >= 0.8 * limit.most)
     assert told(first)
     assert not told(first - 1)
+
+
+def test_doctor_tells_before_one_joins() -> None:
+    answers = RunAnswer(RunId("a" * 40), RunRecord("story", 1000), (msgspec.structs.replace(STATUS, live=501),))
+    findings, _ = asyncio.run(doctor._run(answers, cast(Any, None)))
+    assert [(one.verdict, one.detail) for one in findings[1:]] == [("warning", LIMITS[0].told(500))]
 
 
 def test_one_peer_that_lies_alarms_nobody() -> None:
