@@ -108,6 +108,10 @@ class OwnCommitLog:
         """
         self._unsure_until[shard] = until
 
+    def is_unsure(self, shard: ShardId) -> bool:
+        """Return whether commits of the shard are postponed, as its state may be older than the last of them."""
+        return shard in self._unsure_until
+
     def confirm_head(self, shard: ShardId) -> bool:
         """Allow commits again, as no peer has a later head; return whether they were postponed."""
         return self._unsure_until.pop(shard, None) is not None

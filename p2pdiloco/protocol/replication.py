@@ -385,7 +385,7 @@ class Replication:
 
     def _confirm(self, shard: ShardId) -> None:
         """Allow merges on a head that was restored from disk, once most other peers report none that is heavier."""
-        if self.reports.is_newest(shard):
+        if self.aggregation.own_commits.is_unsure(shard) and self.reports.is_newest(shard):
             self.aggregation.confirm_head(shard)
 
     def request_wanted(self, shard: ShardId) -> None:
