@@ -17,8 +17,8 @@ from p2pdiloco.protocol.state import Core
 
 FAN_OUT = 4
 """Number of peers to which a peer passes a commit on. Up to five peers get it from its owner."""
-ACROSS = (3, 2)
-"""A peer announces a commit to those that have their places a third and a half of all places after it."""
+TOLD = 2
+"""Number of peers to which a peer announces a commit."""
 
 
 @lru_cache(maxsize=64)
@@ -40,6 +40,20 @@ def below(order: tuple[PeerId, ...], place: int) -> tuple[PeerId, ...]:
     return order[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1]
 
 
+def circle(commit: Digest, order: tuple[PeerId, ...], place: int) -> tuple[PeerId, ...]:
+    """Return those among whom the peer at ``place`` announces the commit to the next: its level, in another order.
+
+    They should have the commit by then, so they need not wait long, and few are below the same peer. The last two
+    levels are one, since the last may have few.
+    """
+    first, width = 1, FAN_OUT
+    while place >= first + width and first + width * (1 + FAN_OUT) < len(order):
+        first, width = first + width, width * FAN_OUT
+    if first + width * (1 + FAN_OUT) >= len(order):
+        width = len(order) - first
+    return tuple(sorted(order[first : first + width], key=lambda peer: blake2b(f"{peer}/{commit}".encode()).digest()))
+
+
 def relay(core: Core, reports: HeadReports, header: CommitHeader) -> None:
     """Send a commit that this peer has made or applied to the peers below it, and announce it to others.
 
@@ -58,8 +72,10 @@ def relay(core: Core, reports: HeadReports, header: CommitHeader) -> None:
     order = places(head.id, owner, tuple(sorted(weights.items())))
     place = order.index(me)
     children, told = below(order, place), newcomers if me == owner else set()
-    if len(order) > FAN_OUT + 1:
-        told = told | {order[(place + len(order) // part) % len(order)] for part in ACROSS} - {me, owner, *children}
+    if place and len(order) > FAN_OUT + 1:
+        level = circle(head.id, order, place)
+        at = level.index(me) + 1
+        told = {*(level + level)[at : at + TOLD]} - set(children)
     there = {peer for peer in order if (one := reports.of(peer, shard)) is not None and one.head == head.id}
     core.send(tuple(sorted(set(children) - there)), Commit(header))
     core.send(tuple(sorted(told - there)), Heads((head,), core.step))

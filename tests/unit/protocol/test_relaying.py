@@ -7,7 +7,7 @@ from stage import A, B, Stage, commit_on, digest, head_of, sent, tokens
 
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.protocol.relay import FAN_OUT, below, places
+from p2pdiloco.protocol.relay import FAN_OUT, below, circle, places
 
 MANY = tuple(PeerId(f"p{i:02}") for i in range(40))
 
@@ -25,6 +25,31 @@ def test_everybody_gets_a_commit_once(count: int) -> None:
     assert order[0] == MANY[0]
     assert sorted(got) == sorted(MANY[1:count])
     assert all(len(below(order, place)) <= FAN_OUT for place in range(count))
+
+
+def is_under(order: tuple[PeerId, ...], place: int, top: int) -> bool:
+    """Whether the way of a commit from its owner to ``place`` leads over ``top``."""
+    while place > top:
+        place = (place - 1) // FAN_OUT
+    return place == top
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(6, {5}), (8, {7}), (21, {20}), (22, {4, 17}), (40, {4, 35})])
+def test_peers_are_told_by_others_of_their_level(count: int, sizes: set[int]) -> None:
+    """M6b: those should have the commit by then; and few of them are behind the same peer that keeps it to itself."""
+    order = places(digest("commit"), MANY[0], weighted(MANY[:count]))
+    circles = {circle(digest("commit"), order, place) for place in range(1, count)}
+    assert {len(level) for level in circles} == sizes
+    assert sorted(peer for level in circles for peer in level) == sorted(order[1:])
+    assert all(list(level) != [peer for peer in order if peer in level] for level in circles)
+    cut = {order[place] for place in range(1, count) if is_under(order, place, 1)}
+    unaware = [
+        peer
+        for level in circles
+        for at, peer in enumerate(level)
+        if peer in cut and cut.issuperset((level[-2:] + level)[at : at + 2])
+    ]
+    assert len(unaware) <= len(cut) / 2
 
 
 def test_two_commits_have_two_trees_and_strong_peers_come_first() -> None:
@@ -54,8 +79,9 @@ def test_who_has_applied_a_commit_passes_it_on(place: int) -> None:
     effects = stage.take(header)
     assert {to for to, _ in sent(effects, msg.Commit)} == set(order[4 * place + 1 : 4 * place + 5])
     told = [(to, heads.heads) for to, heads in sent(effects, msg.Heads)]
-    across = {order[(place + 14) % 42], order[(place + 21) % 42]} - {B}
-    assert {to for to, _ in told} == across
+    level = circle(head_of(header).id, order, place)
+    at = level.index(A) + 1
+    assert {to for to, _ in told} == {*(level + level)[at : at + 2]} - set(below(order, place))
     assert all(heads == (head_of(header),) for _, heads in told)
 
 
