@@ -68,7 +68,7 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Wait
     takeover_s = min(max(wanted_s, config.takeover_floor_s), config.takeover_ceiling_s)
     steps = max(config.sync_every / 2, LEAST_WAIT_STEPS)
     is_waiting = bool(config.grace_share) and not is_any_leaving
-    on_the_way_s = min(ARRIVALS * times.arrival_s, takeover_s / 2) or min(times.round_s, config.heartbeat_s)
+    on_the_way_s = min(ARRIVALS * times.arrival_s, takeover_s / 4) or min(times.round_s, config.heartbeat_s)
     return Waits(
         takeover_s=takeover_s,
         usual_s=min(steps * times.step_s + 2 * times.usual_round_trip_s, takeover_s / 2),

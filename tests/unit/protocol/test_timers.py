@@ -265,9 +265,9 @@ def test_commit_patience_covers_what_commits_took_to_come_by_themselves() -> Non
     stage = Stage(B, C, takeover_floor_s=5.0)
     header = stage.commit(tokens(B, 0, 40))
     stage.announce(C, 4, head_of(header))
-    stage.wait(0.4)
+    stage.wait(0.1)
     stage.take(header)
-    assert asks_after(stage) == pytest.approx(1.5 * 0.4, abs=0.02)
+    assert asks_after(stage) == pytest.approx(1.5 * 0.1, abs=0.02)
     stage = Stage(B, C, takeover_floor_s=5.0)
     header = stage.commit(tokens(B, 0, 40))
     stage.announce(C, 4, head_of(header))
@@ -277,6 +277,8 @@ def test_commit_patience_covers_what_commits_took_to_come_by_themselves() -> Non
     stage.wait(0.2)
     stage.take(header, B)
     assert stage.machine.aggregation.arrival_s == pytest.approx(1.2, abs=0.02)
+    waits = stage.machine.aggregation.waits()
+    assert waits.commit_s == waits.takeover_s / 4, "long before the next owner's turn"
 
 
 def test_a_heavier_sibling_of_the_head_is_asked_for_at_once() -> None:
