@@ -42,10 +42,10 @@ STRONG_MBIT = 100.0
 SESSION_S, SESSION_SIGMA = 2400.0, 1.0
 """Median of sessions, which are log-normal (assumed)."""
 GONE_S = 120.0
-"""After which no peer remembers one that fell silent."""
+"""Time after which no peer remembers one that fell silent."""
 START_MOST_S = 900.0
 WARM_S = 1.5 * SYNC_EVERY * STEP_S
-"""Until every fragment has had a round."""
+"""Time until every fragment has had a round."""
 DRAIN_S = 60.0
 """Most that the last commits get to reach all peers."""
 TOLD_EVERY_S = 10.0
@@ -57,14 +57,16 @@ class Spread(msgspec.Struct):
     version: int
     made_at: float
     learners: int
-    """That train when it is made."""
+    """Learners that train when it is made."""
     contributors: int
     peers: frozenset[PeerId]
-    """That have states then."""
+    """Peers that have all states when it is made."""
     taken_at: dict[PeerId, float] = {}
+    """When each peer applied it, or took a state that holds it."""
 
     def seconds(self, share: float, living: frozenset[PeerId]) -> float:
-        """Until this share of its peers had it, without those that went before; infinite if fewer have it."""
+        """Return the seconds until this share of its peers had it, without those that went before; infinite if too few
+        have it."""
         times = sorted(self.taken_at[peer] for peer in self.peers & self.taken_at.keys())
         needed = math.ceil(share * len(self.peers & (living | self.taken_at.keys())))
         return times[needed - 1] - self.made_at if 0 < needed <= len(times) else math.inf
@@ -102,7 +104,7 @@ class Meter(Transcript):
                     self.spreads[event.shard][effect.id] = Spread(effect.header.version, *made)
 
     def winning(self, world: World, since: float, until: float) -> list[Spread]:
-        """Of the commits made in this time, those of the heaviest chains."""
+        """Return the commits that were made in this time and are on the heaviest chain of their shard."""
         found = []
         for shard, spreads in self.spreads.items():
             heads = [head for one in world.living() if (head := one.machine.core.chains[shard].head) is not None]
@@ -115,7 +117,7 @@ class Meter(Transcript):
 
 
 def taking_part(world: World) -> frozenset[PeerId]:
-    """The peers that run and have states."""
+    """Return the peers that run and have all states."""
     processes = world.processes.values()
     return frozenset(one.name for one in processes if one.machine.core.is_current and not one.is_paused())
 
@@ -154,7 +156,7 @@ class Swarm:
         return msgspec.structs.replace(self.config, peer=name, weight=setting.weight)
 
     def _add(self) -> PeerId:
-        """One more peer comes now."""
+        """Add a peer that comes now, and return its name."""
         count, given = len(self.lines), self.options
         name = PeerId(f"v{count:05}")
         up, down = given.up, given.down
@@ -198,7 +200,7 @@ class Swarm:
 
 
 def pass_time(world: World, until: float, title: str, is_over: Callable[[], bool], step_s: float = 1.0) -> bool:
-    """Let time pass, and tell how far it is; whether ``is_over`` came true."""
+    """Let time pass, and tell how far it is. Return whether ``is_over`` came true."""
     told_at = time.monotonic()
     while world.now < until and not world.checks.is_over:
         world.run_until(min(until, world.now + step_s))

@@ -34,7 +34,7 @@ from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.peer.signatures import FalseContributionError, UnknownMemberError, check_commit
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.audits import AUDITED_VERSIONS, CASE_BYTES
+from p2pdiloco.protocol.audits import AUDITED_VERSIONS, MOST_AUDITED_BYTES
 from p2pdiloco.protocol.barred_owners import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import Layout, Manifest, Shard
@@ -159,7 +159,8 @@ LEAST_ANSWER_S = 3.0
 # A peer that no longer has a payload says so at once.
 PROMPT_S = 1.0
 # Payloads of one commit in memory from which further ones wait on the disk, for an audit and for an accusation; and at
-# most, if the disk takes none. A commit with more, or with ``CASE_BYTES``, is not audited, which the log tells once.
+# most, if the disk takes none. A commit with more, or with more than ``MOST_AUDITED_BYTES``, is not audited, which the
+# log tells once.
 SPILL_BYTES, MEMORY_BYTES = 256 << 20, 512 << 20
 
 
@@ -379,7 +380,9 @@ class Auditor:
         cached = self._payload_cache.shards[header.shard]
         givers = {Digest(c.payload.hex()): peer_of(c.learner) for c in header.contributors}
         # A contribution is about as large as the commit.
-        if (len(givers) + 1) * cached.size_of(header.payload) > (CASE_BYTES if store.may_write() else MEMORY_BYTES):
+        if (len(givers) + 1) * cached.size_of(header.payload) > (
+            MOST_AUDITED_BYTES if store.may_write() else MEMORY_BYTES
+        ):
             self._give_up(header, case)
             return None
         for digest in sorted(audited_payloads(header)):
@@ -391,7 +394,7 @@ class Auditor:
                 return None
             found[digest] = held
             in_memory = sum(each.size for each in found.values() if each.data is not None)
-            if in_memory > MEMORY_BYTES or sum(map(len, found.values())) > CASE_BYTES:
+            if in_memory > MEMORY_BYTES or sum(map(len, found.values())) > MOST_AUDITED_BYTES:
                 self._give_up(header, case)
                 return None
             if in_memory > SPILL_BYTES and store.may_write():
@@ -403,9 +406,9 @@ class Auditor:
         if not self._has_told:
             self._has_told = True
             log.warning(
-                f"merges of more than {CASE_BYTES >> 30} GiB of contributions, or {MEMORY_BYTES >> 20} MiB while the "
-                "disk takes no payloads, are not audited: nobody finds an owner that lies in one. A run with smaller "
-                "shards (schedule.max_shard) has smaller merges",
+                f"merges of more than {MOST_AUDITED_BYTES >> 30} GiB of contributions, or {MEMORY_BYTES >> 20} MiB "
+                "while the disk takes no payloads, are not audited: nobody finds an owner that lies in one. A run with "
+                "smaller shards (schedule.max_shard) has smaller merges",
                 shard=header.shard,
                 contributors=len(header.contributors),
             )

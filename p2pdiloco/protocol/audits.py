@@ -31,8 +31,8 @@ LONG = 3
 """An update is longer than usual if its length is more than a third of the largest that is allowed."""
 AUDITED_VERSIONS = 4
 """Number of versions of a shard's chain during which their owner keeps the contributions for auditors."""
-CASE_BYTES = 4 << 30
-"""Payloads of one commit that a driver fetches for an audit. A larger merge is not audited."""
+MOST_AUDITED_BYTES = 4 << 30
+"""Payloads of one commit that are fetched for an audit. A larger merge is not audited."""
 MISSING_MOST = 1024
 """Owners whose missing deliveries are remembered; the latest stay."""
 

@@ -24,6 +24,7 @@ from p2pdiloco.protocol.audits import Audits
 from p2pdiloco.protocol.barred_owners import BarredOwners
 from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.chain import SizeOf, no_size
+from p2pdiloco.protocol.commit_relay import relay_commit
 from p2pdiloco.protocol.config import RunEnd, describe_end
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Effect, Evaluate, MoveEnd
@@ -32,7 +33,6 @@ from p2pdiloco.protocol.going_back import GoingBack
 from p2pdiloco.protocol.heartbeat import NEWS, Heartbeats
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.rejected_commits import RejectedCommits
-from p2pdiloco.protocol.relay import relay
 from p2pdiloco.protocol.replication import Repair, Replication
 from p2pdiloco.protocol.shutdown import Shutdown
 from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
@@ -232,7 +232,7 @@ class Machine:
             return
         core = self.core
         self.replication.apply(header, msg.commit_id(header))
-        relay(core, self.replication.reports, header)
+        relay_commit(core, self.replication.reports, header)
         if is_alone := not core.participation.peers(event.shard):
             self.shutdown.solitary[event.shard] = msg.commit_id(header)
         if is_alone and not self.is_alone:

@@ -16,6 +16,7 @@ from collections.abc import Container, Sequence
 from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.barred_owners import TERM
 from p2pdiloco.protocol.chain import HeadChange, HeadListener, is_heavier
+from p2pdiloco.protocol.commit_relay import relay_commit
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
 from p2pdiloco.protocol.events import Fetched, ShardState
@@ -32,7 +33,6 @@ from p2pdiloco.protocol.messages import (
     commit_id,
 )
 from p2pdiloco.protocol.rejected_commits import RejectedCommits
-from p2pdiloco.protocol.relay import relay
 from p2pdiloco.protocol.state import Core, ProtocolConfig, mark_bits
 from p2pdiloco.protocol.state_acceptance import StateAcceptance
 from p2pdiloco.protocol.version_pace import VersionPace
@@ -295,9 +295,10 @@ class Replication:
         change = HeadChange(shard, old, head, target)
         for listener in self.listeners:
             listener.on_head_changed(change)
-        is_followed = self.aggregation.collections[shard].is_catching_up = self.orphans.is_followed(head)
+        is_followed = self.orphans.is_followed(head)
+        self.aggregation.collections[shard].is_catching_up = is_followed
         if isinstance(target, CommitHeader) and target.owner != core.config.peer and not is_followed:
-            relay(core, self.reports, target)
+            relay_commit(core, self.reports, target)
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:

@@ -111,7 +111,7 @@ class StateAcceptance:
 
     def _of_all(self, shard: ShardId, those: Sequence[ReportedHead]) -> Support:
         """Return the support of ``those`` donors among all, this peer and all others standing against them."""
-        total = len(self.core.participation.donors(shard)) + 1 if those else 1
+        total = len(self.core.participation.donors(shard)) + 1 if those else 1  # for nobody it need not be counted
         return Support(len(those), total, total - len(those))
 
     def is_outvoted(self, shard: ShardId, heads: Container[Digest] | None = None) -> bool:

@@ -12,16 +12,16 @@ from typing import Literal, NamedTuple
 
 from p2pdiloco.access.members import KNOWN_LIMIT
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.protocol.audits import CASE_BYTES
+from p2pdiloco.protocol.audits import MOST_AUDITED_BYTES
 from p2pdiloco.swarm.known_peers import MAX_KNOWN
 from p2pdiloco.wire.control_messages import COMMIT_BYTES, LINEAGE_BYTES, PeerStatus
 
-TOLD_FROM = 0.8
-"""Share of a limit from which on it is told."""
+WARNED_FROM = 0.8
+"""Share of a limit from which on people are warned."""
 CONTRIBUTOR_BYTES = 182
 """Bytes of one contribution in a commit's header, without blocks of data."""
 PAYLOAD_BYTES = 0.51
-"""Bytes per parameter of a contribution in int4."""
+"""Most bytes per parameter of a contribution in int4."""
 _FEWER = "let several GPUs train as one peer (torchrun), or start a second run"
 Counted = Literal["connected peers", "MiB of contributions to one merge", "learners", "known peers", "members"]
 
@@ -35,8 +35,8 @@ class Limit(NamedTuple):
     why: str
     remedy: str
 
-    def told(self, count: int) -> str:
-        """Return the sentence for people."""
+    def sentence(self, count: int) -> str:
+        """Return what people are told when ``count`` comes close."""
         much = f"{count:,} {self.counted}, of at most {self.most:,}"
         return f"{much}: beyond that {self.beyond}, because {self.why}. What to do: {self.remedy}"
 
@@ -65,7 +65,7 @@ LIMITS = (
     ),
     Limit(
         "MiB of contributions to one merge",
-        CASE_BYTES >> 20,
+        MOST_AUDITED_BYTES >> 20,
         "nobody finds an owner that merges wrongly",
         "auditors fetch no more",
         "choose a smaller schedule.max_shard in the next run",
@@ -88,7 +88,7 @@ LIMITS = (
 
 
 def approached(statuses: Collection[PeerStatus], largest_shard: int = 0, members: int = 0) -> list[str]:
-    """Return a sentence for each limit of which TOLD_FROM is reached, as most of these peers count.
+    """Return a sentence for each limit of which WARNED_FROM is reached, as most of these peers count.
 
     Args:
         largest_shard: parameters of the run's largest shard; 0: not known.
@@ -104,4 +104,6 @@ def approached(statuses: Collection[PeerStatus], largest_shard: int = 0, members
         "MiB of contributions to one merge": int(learners * PAYLOAD_BYTES * largest_shard) >> 20,
         "members": members,
     }
-    return [limit.told(counts[limit.counted]) for limit in LIMITS if counts[limit.counted] >= TOLD_FROM * limit.most]
+    return [
+        limit.sentence(counts[limit.counted]) for limit in LIMITS if counts[limit.counted] >= WARNED_FROM * limit.most
+    ]

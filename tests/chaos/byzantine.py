@@ -854,7 +854,7 @@ def _keeps() -> None:
     def keep(*_: Any) -> None:
         _node.kept += 1
 
-    _put(replication, "relay", keep)
+    _put(replication, "relay_commit", keep)
 
 
 def _patchy() -> None:

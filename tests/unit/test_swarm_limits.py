@@ -182,7 +182,7 @@ def test_a_limit_is_told_from_four_fifths_on(limit: Limit) -> None:
                 given = {"largest_shard": int((number + 0.5) * 2**20 / limits.PAYLOAD_BYTES)}
             case "members":
                 given = {"members": number}
-        return limit.told(number) in approached([status], **given)
+        return limit.sentence(number) in approached([status], **given)
 
     first = next(number for number in count() if number >= 0.8 * limit.most)
     assert told(first)
@@ -192,7 +192,7 @@ def test_a_limit_is_told_from_four_fifths_on(limit: Limit) -> None:
 def test_doctor_tells_before_one_joins() -> None:
     answers = RunAnswer(RunId("a" * 40), RunRecord("story", 1000), (msgspec.structs.replace(STATUS, live=501),))
     findings, _ = asyncio.run(doctor._run(answers, cast(Any, None)))
-    assert [(one.verdict, one.detail) for one in findings[1:]] == [("warning", LIMITS[0].told(500))]
+    assert [(one.verdict, one.detail) for one in findings[1:]] == [("warning", LIMITS[0].sentence(500))]
 
 
 def test_one_peer_that_lies_alarms_nobody() -> None:

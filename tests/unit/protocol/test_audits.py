@@ -266,14 +266,14 @@ def test_a_right_merge_is_made_again_and_nothing_follows(tmp_path: Path) -> None
     act(story)
 
 
-@pytest.mark.parametrize("limit", ["CASE_BYTES", "MEMORY_BYTES"])
+@pytest.mark.parametrize("limit", ["MOST_AUDITED_BYTES", "MEMORY_BYTES"])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_an_owner_whose_merges_are_too_large_to_be_audited_is_not_blamed(
     limit: str, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """V5g: nothing is fetched in vain if the commit shows how large they are; the log says so once."""
     monkeypatch.setattr(audit, limit, 1)
-    monkeypatch.setattr(PayloadStore, "may_write", lambda _: limit == "CASE_BYTES")
+    monkeypatch.setattr(PayloadStore, "may_write", lambda _: limit == "MOST_AUDITED_BYTES")
     if not is_known:
         monkeypatch.setattr(ShardPayloads, "size_of", lambda *_: 0)
 
@@ -302,7 +302,7 @@ def test_a_merge_as_large_as_the_limit_is_audited(
             bob.draws = 0.0
             monkeypatch.setattr(ShardPayloads, "size_of", lambda *_: 50)
             monkeypatch.setattr(Held, "__len__", lambda _: 50)
-            monkeypatch.setattr(audit, "CASE_BYTES", 100 - more)
+            monkeypatch.setattr(audit, "MOST_AUDITED_BYTES", 100 - more)
             await stage.train(ann, 1.0, 1.0)
             await stage.settle()
             assert (ann.id in bob.machine.view.barred) == (more <= 0)

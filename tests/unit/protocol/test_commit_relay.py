@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from stage import A, B, Stage, commit_on, digest, head_of, sent, tokens
+from stage import SHARD, A, B, Stage, commit_on, digest, genesis, head_of, sent, tokens
 
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.protocol.relay import FAN_OUT, below, circle, places
+from p2pdiloco.protocol.commit_relay import FAN_OUT, announcement_ring, children, tree_order
+from p2pdiloco.protocol.ids import PeerId, ShardId
 
 MANY = tuple(PeerId(f"p{i:02}") for i in range(40))
 
@@ -20,11 +22,11 @@ def weighted(peers: tuple[PeerId, ...], weight: float = 1.0) -> tuple[tuple[Peer
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 21, 22, 40])
 def test_everybody_gets_a_commit_once(count: int) -> None:
     """M6b."""
-    order = places(digest("commit"), MANY[0], weighted(MANY[:count]))
-    got = [peer for place in range(count) for peer in below(order, place)]
+    order = tree_order(digest("commit"), MANY[0], weighted(MANY[:count]))
+    got = [peer for place in range(count) for peer in children(order, place)]
     assert order[0] == MANY[0]
     assert sorted(got) == sorted(MANY[1:count])
-    assert all(len(below(order, place)) <= FAN_OUT for place in range(count))
+    assert all(len(children(order, place)) <= FAN_OUT for place in range(count))
 
 
 def is_under(order: tuple[PeerId, ...], place: int, top: int) -> bool:
@@ -37,17 +39,17 @@ def is_under(order: tuple[PeerId, ...], place: int, top: int) -> bool:
 @pytest.mark.parametrize(("count", "sizes"), [(6, {5}), (8, {7}), (21, {20}), (22, {4, 17}), (40, {4, 35})])
 def test_peers_are_told_by_others_of_their_level(count: int, sizes: set[int]) -> None:
     """M6b: those should have the commit by then; and few of them are behind the same peer that keeps it to itself."""
-    order = places(digest("commit"), MANY[0], weighted(MANY[:count]))
-    circles = {circle(digest("commit"), order, place) for place in range(1, count)}
-    assert {len(level) for level in circles} == sizes
-    assert sorted(peer for level in circles for peer in level) == sorted(order[1:])
-    assert all(list(level) != [peer for peer in order if peer in level] for level in circles)
+    order = tree_order(digest("commit"), MANY[0], weighted(MANY[:count]))
+    rings = {announcement_ring(digest("commit"), order, place) for place in range(1, count)}
+    assert {len(ring) for ring in rings} == sizes
+    assert sorted(peer for ring in rings for peer in ring) == sorted(order[1:])
+    assert all(list(ring) != [peer for peer in order if peer in ring] for ring in rings)
     cut = {order[place] for place in range(1, count) if is_under(order, place, 1)}
     unaware = [
         peer
-        for level in circles
-        for at, peer in enumerate(level)
-        if peer in cut and cut.issuperset((level[-2:] + level)[at : at + 2])
+        for ring in rings
+        for at, peer in enumerate(ring)
+        if peer in cut and cut.issuperset((ring[-2:] + ring)[at : at + 2])
     ]
     assert len(unaware) <= len(cut) / 2
 
@@ -55,7 +57,7 @@ def test_peers_are_told_by_others_of_their_level(count: int, sizes: set[int]) ->
 def test_two_commits_have_two_trees_and_strong_peers_come_first() -> None:
     """M6b: nobody passes on all commits, and one with a slow line passes on few."""
     peers = tuple((peer, 1.0 + (i % 2)) for i, peer in enumerate(MANY))
-    one, other = (places(digest(name), MANY[0], peers) for name in ("one", "other"))
+    one, other = (tree_order(digest(name), MANY[0], peers) for name in ("one", "other"))
     assert one != other
     strong = {peer for peer, weight in peers if weight > 1.0}
     assert set(one[1:21]) == set(other[1:21]) == strong
@@ -66,7 +68,7 @@ def in_tree(*, place: int) -> tuple[Stage, msg.CommitHeader, tuple[PeerId, ...]]
     stage = Stage(B, *MANY, has_learner=False)
     for trial in range(1000):
         header = stage.commit(tokens(B, 0, 40), payload=digest(f"payload {trial}"))
-        order = places(head_of(header).id, B, weighted((A, B, *MANY)))
+        order = tree_order(head_of(header).id, B, weighted((A, B, *MANY)))
         if order.index(A) == place:
             return stage, header, order
     raise AssertionError("no such commit")
@@ -79,9 +81,9 @@ def test_who_has_applied_a_commit_passes_it_on(place: int) -> None:
     effects = stage.take(header)
     assert {to for to, _ in sent(effects, msg.Commit)} == set(order[4 * place + 1 : 4 * place + 5])
     told = [(to, heads.heads) for to, heads in sent(effects, msg.Heads)]
-    level = circle(head_of(header).id, order, place)
-    at = level.index(A) + 1
-    assert {to for to, _ in told} == {*(level + level)[at : at + 2]} - set(below(order, place))
+    ring = announcement_ring(head_of(header).id, order, place)
+    at = ring.index(A) + 1
+    assert {to for to, _ in told} == {*(ring + ring)[at : at + 2]} - set(children(order, place))
     assert all(heads == (head_of(header),) for _, heads in told)
 
 
@@ -99,7 +101,7 @@ def test_what_was_missed_is_not_passed_on_but_for_the_last() -> None:
     stage.hear(B, msg.Commit(commit_on(head_of(first), tokens(B, 40, 80))))
     assert sent(stage.take(first), msg.Commit) == []
     stage, first, order = in_tree(place=3)
-    assert len(sent(stage.take(first), msg.Commit)) == len(below(order, 3)) == FAN_OUT
+    assert len(sent(stage.take(first), msg.Commit)) == len(children(order, 3)) == FAN_OUT
 
 
 def test_five_peers_hear_nothing_but_the_commit() -> None:
@@ -116,3 +118,17 @@ def test_a_newcomer_has_no_place() -> None:
     for peer in MANY[:8]:
         stage.meet(peer, phase="joining", is_participating=False)
     assert not sent(stage.take(stage.commit(tokens(B, 0, 40))), msg.Commit)
+
+
+def test_who_lacks_a_state_passes_nothing_on() -> None:
+    """M6b: it has no place in the others' trees, so its commits would come twice."""
+    shards = ((SHARD,), (ShardId(1),))
+    stage = Stage(B, *MANY, is_founder=False, has_learner=False, fragments=shards)
+    [state, _] = genesis(stage.config)
+    for peer in (B, *MANY):
+        stage.hear(peer, msg.Heads((state.head,), 0))
+    stage.work(stage.tell(ev.Fetched(B, state, ())), ef.Install)
+    effects = stage.take(commit_on(stage.head(), tokens(B, 0, 40)))
+    assert stage.head().version == 1
+    assert not stage.machine.core.is_current
+    assert not sent(effects, msg.Commit)
