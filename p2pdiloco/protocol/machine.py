@@ -446,6 +446,8 @@ class Machine:
                 self.replication.request_wanted(ShardId(shard))
             case "asked":
                 self.replication.on_request_timeout(ShardId(shard))
+            case "other":
+                self.replication.ask_another(ShardId(shard))
             case "flush":
                 pass  # ``proceed`` runs after every event
             case "depart":

@@ -137,6 +137,8 @@ class Orphans:
 # -- Replication -------------------------------------------------------------------------------------------------------
 
 
+REQUEST_PATIENCES = 2
+"""Commit patiences (W5a) after which another peer is asked for commits that were requested and have not come."""
 MAX_FETCHES = 4
 """Maximum number of states that a newcomer fetches at once, over all shards."""
 
@@ -395,8 +397,16 @@ class Replication:
         head, view = self.core.head(shard), self.core.membership.peers.get(peer)
         is_asked = view is not None and self.core.now >= view.ignored_until
         if is_asked and is_heavier(theirs, head) and shard not in self.asked and shard not in self.applying:
-            self._ask(shard, peer)
-            self.core.send((peer,), CommitsRequest(shard, head.id))
+            self._request_commits(shard, peer)
+            self.core.alarms.set(("other", shard), self.core.now + self._request_patience_s())
+
+    def _request_commits(self, shard: ShardId, peer: PeerId) -> None:
+        self.asked[shard] = peer
+        self.core.alarms.set(("asked", shard), self.core.now + self.core.config.request_s)
+        self.core.send((peer,), CommitsRequest(shard, self.core.head(shard).id))
+
+    def _request_patience_s(self) -> float:
+        return REQUEST_PATIENCES * self.aggregation.waits().commit_s
 
     def on_fetch_advised(self, peer: PeerId, advice: FetchAdvised) -> None:
         """Fetch the shard's state, since the donor's log does not hold this peer's head."""
@@ -404,20 +414,21 @@ class Replication:
         if self.asked.get(advice.shard) == peer and head is not None and is_heavier(advice.head, head):
             self.fetch(advice.shard, peer)
 
-    def _ask(self, shard: ShardId, peer: PeerId) -> None:
-        self.asked[shard] = peer
-        self.core.alarms.set(("asked", shard), self.core.now + self.core.config.request_s)
-
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
         """Download the shard's state, starting with ``peer``."""
-        self._ask(shard, peer)
-        self.core.alarms.cancel(("asked", shard))  # a fetch ends by itself, in Fetched or Failed
+        for topic in ("asked", "other"):  # a fetch ends by itself, in Fetched or Failed
+            self.core.alarms.cancel((topic, shard))
+        self.asked[shard] = peer
         self.core.effects.append(Fetch(shard, peer))
 
     def _forget_request(self, shard: ShardId, head: Head) -> None:
         if shard in self.asked and ("asked", shard) in self.core.alarms and not self.orphans.is_followed(head):
-            del self.asked[shard]
-            self.core.alarms.cancel(("asked", shard))
+            self._end_request(shard)
+
+    def _end_request(self, shard: ShardId) -> None:
+        del self.asked[shard]
+        for topic in ("asked", "other"):
+            self.core.alarms.cancel((topic, shard))
 
     def on_bad_commit(self, shard: ShardId, sender: PeerId | None) -> None:
         """Ask ``sender`` no more for now, if it was asked for the commits of this shard: one of them is invalid."""
@@ -426,9 +437,32 @@ class Replication:
 
     def on_request_timeout(self, shard: ShardId) -> None:
         """Ignore a peer's heads for a while, since its answer did not come in time or was of no use."""
-        view = self.core.membership.peers.get(self.asked.pop(shard, PeerId("")))
-        if view is not None:
-            view.ignore_heads(self.core.now, self.core.config.request_s)
+        peer = self.asked.get(shard)
+        if peer is not None:
+            self._end_request(shard)
+            if (view := self.core.membership.peers.get(peer)) is not None:
+                view.ignore_heads(self.core.now, self.core.config.request_s)
+
+    def ask_another(self, shard: ShardId) -> None:
+        """Ask the next peer for commits that have not come yet. That one has all its time, so that a thin line is not
+        filled with answers of many."""
+        if ("asked", shard) not in self.core.alarms:
+            return
+        if (other := self._other_reporter(shard)) is None:
+            self.core.alarms.set(("other", shard), self.core.now + self._request_patience_s())
+        else:
+            self.on_request_timeout(shard)
+            self._request_commits(shard, other)
+
+    def _other_reporter(self, shard: ShardId) -> PeerId | None:
+        """Return who, besides the peer that was asked, has longest reported a heavier head and may be asked for it."""
+        head, peers, found = self.core.head(shard), self.core.membership.peers, []
+        for peer in self.core.participation.donors(shard):
+            told = self.reports.of(peer, shard)
+            is_asked = peer == self.asked.get(shard) or self.core.now < peers[peer].ignored_until
+            if told is not None and not is_asked and (told.tokens, told.head) > (head.tokens, head.id):
+                found.append((told.moved_at, peer))
+        return min(found)[1] if found else None
 
     def _record_delivery(self, shard: ShardId, sender: PeerId) -> None:
         """Believe the next heads of a peer that was asked for what leads to one, if it has delivered that."""
@@ -561,8 +595,7 @@ class Replication:
             self.offers.pop(peer, None)
             self.reports.forget(peer)
         for shard in [s for s, p in self.asked.items() if p in lost and ("asked", s) in self.core.alarms]:
-            del self.asked[shard]
-            self.core.alarms.cancel(("asked", shard))
+            self._end_request(shard)
 
     def payloads(self, shard: ShardId) -> set[Digest]:
         """Return the payloads of commits that wait or are being applied."""
