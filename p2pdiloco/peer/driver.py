@@ -44,6 +44,11 @@ log = logs.get("protocol")
 T = TypeVar("T")
 
 
+EXPECTED = StaleBaseError, DigestMismatchError, SpoiltStateError, ContributionError, ValueError, MemoryError
+"""Errors of tensor work after which the peer goes on."""
+NO_MEMORY = "can't allocate memory"
+"""How torch's RuntimeError says that the system gave none."""
+
 # Called with each event, its effects and its time, before the effects run.
 Observed = Callable[[ev.Event, list[ef.Effect], float], None]
 
@@ -233,7 +238,8 @@ class Driver:
         """Run ``work`` on tensors after all earlier jobs of its ``shard`` and of no shard, then ``then`` on the event
         loop.
 
-        ``fail`` receives the expected errors. Any other error is a defect and stops the node.
+        ``fail`` receives the expected errors, a shortage of memory among them. Any other error is a defect and stops
+        the node.
         """
         if self.is_closed:
             return
@@ -244,10 +250,10 @@ class Driver:
             error = future.exception()
             if error is None:
                 then(future.result())
-            elif fail is not None and isinstance(
-                error, StaleBaseError | DigestMismatchError | SpoiltStateError | ContributionError | ValueError
-            ):
+            elif fail is not None and isinstance(error, EXPECTED):
                 fail(error)
+            elif fail is not None and NO_MEMORY in str(error):
+                fail(MemoryError("this machine has no memory left for the node"))
             else:
                 self._emit(Defect(error))
 

@@ -77,6 +77,35 @@ def test_both_directions_leave_huffman_codes_out_on_a_fast_line(
     act(story)
 
 
+WAITS_S = 60.0
+"""Longest takeover time."""
+
+
+@pytest.mark.parametrize("work", ["merge", "encode", "apply"])
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory: 12"), MemoryError()])
+def test_a_shortage_of_memory_ends_no_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, error: Exception
+) -> None:
+    """The work is done later; what was trained waits."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+
+            def fail(*given: object, **named: object) -> None:
+                raise error
+
+            with monkeypatch.context() as shortage:
+                shortage.setattr(ann.state, work, fail)
+                await stage.train(ann, 1.0, 1.0)
+                assert ann.versions == [0, 0]
+            await stage.wait(2 * WAITS_S)
+            await stage.train(ann, *[1.0] * 8)
+            assert min(ann.versions) >= 1
+
+    act(story)
+
+
 def halves(first: float, second: float) -> torch.Tensor:
     """A vector of the run's two shards."""
     return torch.cat((torch.full((64,), first), torch.full((64,), second)))
