@@ -17,7 +17,7 @@ from p2pdiloco.protocol.state import Core
 
 FAN_OUT = 4
 """Number of peers to which a peer sends a commit. Up to five peers get it from its owner."""
-ANNOUNCEMENTS = 2
+ANNOUNCEMENTS = 3
 """Number of peers to which a peer announces a commit."""
 
 

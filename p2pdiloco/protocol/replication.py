@@ -137,8 +137,6 @@ class Orphans:
 # -- Replication -------------------------------------------------------------------------------------------------------
 
 
-REQUEST_PATIENCES = 2
-"""Commit patiences (W5a) after which another peer is asked for commits that were requested and have not come."""
 MAX_FETCHES = 4
 """Maximum number of states that a newcomer fetches at once, over all shards."""
 
@@ -393,20 +391,19 @@ class Replication:
 
     def request_wanted(self, shard: ShardId) -> None:
         """Request a heavier head that was reported but has not arrived by itself."""
-        peer, theirs = self.wanted.pop(shard)
-        head, view = self.core.head(shard), self.core.membership.peers.get(peer)
-        is_asked = view is not None and self.core.now >= view.ignored_until
-        if is_asked and is_heavier(theirs, head) and shard not in self.asked and shard not in self.applying:
+        told_by, _ = self.wanted.pop(shard)
+        peer = self._reporter(shard, told_by)
+        if peer is not None and shard not in self.asked and shard not in self.applying:
             self._request_commits(shard, peer)
-            self.core.alarms.set(("other", shard), self.core.now + self._request_patience_s())
+            self._ask_another_later(shard)
 
     def _request_commits(self, shard: ShardId, peer: PeerId) -> None:
         self.asked[shard] = peer
         self.core.alarms.set(("asked", shard), self.core.now + self.core.config.request_s)
         self.core.send((peer,), CommitsRequest(shard, self.core.head(shard).id))
 
-    def _request_patience_s(self) -> float:
-        return REQUEST_PATIENCES * self.aggregation.waits().commit_s
+    def _ask_another_later(self, shard: ShardId) -> None:
+        self.core.alarms.set(("other", shard), self.core.now + self.aggregation.waits().commit_s)
 
     def on_fetch_advised(self, peer: PeerId, advice: FetchAdvised) -> None:
         """Fetch the shard's state, since the donor's log does not hold this peer's head."""
@@ -448,21 +445,23 @@ class Replication:
         filled with answers of many."""
         if ("asked", shard) not in self.core.alarms:
             return
-        if (other := self._other_reporter(shard)) is None:
-            self.core.alarms.set(("other", shard), self.core.now + self._request_patience_s())
+        if (other := self._reporter(shard)) is None:
+            self._ask_another_later(shard)
         else:
             self.on_request_timeout(shard)
             self._request_commits(shard, other)
 
-    def _other_reporter(self, shard: ShardId) -> PeerId | None:
-        """Return who, besides the peer that was asked, has longest reported a heavier head and may be asked for it."""
-        head, peers, found = self.core.head(shard), self.core.membership.peers, []
-        for peer in self.core.participation.donors(shard):
-            told = self.reports.of(peer, shard)
-            is_asked = peer == self.asked.get(shard) or self.core.now < peers[peer].ignored_until
-            if told is not None and not is_asked and (told.tokens, told.head) > (head.tokens, head.id):
-                found.append((told.moved_at, peer))
-        return min(found)[1] if found else None
+    def _reporter(self, shard: ShardId, *connected: PeerId) -> PeerId | None:
+        """Return which donor, or other ``connected`` peer, to ask for a heavier head: who has reported one the longest,
+        of those that deliver, and is not being asked."""
+        head, found = self.core.head(shard), []
+        for peer in (*self.core.participation.donors(shard), *connected):
+            told, view = self.reports.of(peer, shard), self.core.membership.peers.get(peer)
+            if told is None or view is None or (told.tokens, told.head) <= (head.tokens, head.id):
+                continue
+            if peer != self.asked.get(shard) and self.core.now >= view.ignored_until:
+                found.append((view.ignored_s, told.moved_at, peer))
+        return min(found)[-1] if found else None
 
     def _record_delivery(self, shard: ShardId, sender: PeerId) -> None:
         """Believe the next heads of a peer that was asked for what leads to one, if it has delivered that."""

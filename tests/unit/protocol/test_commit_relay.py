@@ -8,7 +8,7 @@ from stage import SHARD, A, B, Stage, commit_on, digest, genesis, head_of, sent,
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.commit_relay import FAN_OUT, announcement_ring, children, tree_order
+from p2pdiloco.protocol.commit_relay import ANNOUNCEMENTS, FAN_OUT, announcement_ring, children, tree_order
 from p2pdiloco.protocol.ids import PeerId, ShardId
 
 MANY = tuple(PeerId(f"p{i:02}") for i in range(40))
@@ -49,7 +49,7 @@ def test_peers_are_told_by_others_of_their_level(count: int, sizes: set[int]) ->
         peer
         for ring in rings
         for at, peer in enumerate(ring)
-        if peer in cut and cut.issuperset((ring[-2:] + ring)[at : at + 2])
+        if peer in cut and cut.issuperset((ring[-ANNOUNCEMENTS:] + ring)[at : at + ANNOUNCEMENTS])
     ]
     assert len(unaware) <= len(cut) / 2
 
@@ -83,7 +83,7 @@ def test_who_has_applied_a_commit_passes_it_on(place: int) -> None:
     told = [(to, heads.heads) for to, heads in sent(effects, msg.Heads)]
     ring = announcement_ring(head_of(header).id, order, place)
     at = ring.index(A) + 1
-    assert {to for to, _ in told} == {*(ring + ring)[at : at + 2]} - set(children(order, place))
+    assert {to for to, _ in told} == {*(ring + ring)[at : at + ANNOUNCEMENTS]} - set(children(order, place))
     assert all(heads == (head_of(header),) for _, heads in told)
 
 
