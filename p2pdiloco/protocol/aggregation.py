@@ -37,9 +37,8 @@ from p2pdiloco.protocol.waiting import (
 )
 
 SMOOTHING = 0.2
-ARRIVAL_STEPS = 0.95, 1.16
-"""Factors by which the usual arrival changes with one that is shorter or longer: one in four is longer, since three
-steps down and one up cancel out. A longest or mean arrival would grow with what members hold back."""
+ARRIVAL_KEPT = 0.95
+"""Share of the longest arrival of a commit that is left after the next one."""
 
 
 def is_on_head(contribution: Contribution, head: Head) -> bool:
@@ -110,8 +109,7 @@ class Aggregation:
         self.round_s = core.config.takeover_floor_s
         """Smoothed time from the announcement of a round to its last commit, in seconds."""
         self.arrival_s = 0.0
-        """Time from the first news of a head to its commit that three of four commits take at most, in seconds; 0:
-        unknown."""
+        """Longest of the latest times from the first news of a head to its commit, in seconds, decaying."""
         self.sync_s = 0.0
         """Smoothed time from closing a collection to the commit, in seconds."""
         self.jobs: dict[ShardId, Job] = {}
@@ -127,8 +125,7 @@ class Aggregation:
 
     def record_arrival(self, seconds: float) -> None:
         """Record that a commit came by itself so long after the first news of it."""
-        down, up = (factor * (self.arrival_s or seconds) for factor in ARRIVAL_STEPS)
-        self.arrival_s = min(max(seconds, down), up)
+        self.arrival_s = max(seconds, ARRIVAL_KEPT * self.arrival_s)
 
     def waits(self) -> Waits:
         """Return how long to wait for what, as of now."""
