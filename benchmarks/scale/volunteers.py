@@ -22,11 +22,12 @@ import msgspec
 
 from benchmarks import bench
 from benchmarks.scale.worlds import OVERLAP, STEP_S, SYNC_EVERY
+from p2pdiloco.peer.codec_selection import THIN
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import Commit
-from p2pdiloco.protocol.state import ProtocolConfig
+from p2pdiloco.protocol.state import THIN_WEIGHT, ProtocolConfig
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting, Process
 from tests.machine_sim.shared_link_network import Bandwidth, SharedNetwork
@@ -37,8 +38,6 @@ from tests.simulation import topologies
 PATH = LinkQuality(delay_s=0.04, jitter_s=0.02, bytes_per_s=1e9)
 MIXED = {(10.0, 100.0): 20, (20.0, 200.0): 30, (50.0, 300.0): 30, (100.0, 300.0): 12, (500.0, 500.0): 8}
 """Mbit/s up and down: percent of the peers (assumed)."""
-STRONG_MBIT = 100.0
-"""Peers with ``--mixed`` that send at least as fast ask for twice the share of ownership."""
 SESSION_S, SESSION_SIGMA = 2400.0, 1.0
 """Median of sessions, which are log-normal (assumed)."""
 GONE_S = 120.0
@@ -162,12 +161,14 @@ class Swarm:
         up, down = given.up, given.down
         if given.mixed:
             up, down = self.random.choices(list(MIXED), list(MIXED.values()))[0]
-        self.lines[name] = Bandwidth(up_bytes_per_s=up * 1e6 / 8, down_bytes_per_s=down * 1e6 / 8)
+        line = Bandwidth(up_bytes_per_s=up * 1e6 / 8, down_bytes_per_s=down * 1e6 / 8)
+        self.lines[name] = line
+        need = 2 * given.payload * given.shards / (SYNC_EVERY * STEP_S)
         setting = PeerSetting(
             step_s=STEP_S * (1.0 + 0.1 * self.random.random()),
             payload_bytes=given.payload,
             state_bytes=1000,
-            weight=2.0 if given.mixed and up >= STRONG_MBIT else 1.0,
+            weight=THIN_WEIGHT if need > THIN * line.up_bytes_per_s else 1.0,
             keeps_commits=int((count + 1) * given.liars) > int(count * given.liars),
         )
         self.world.add(name, setting, at=self.world.now, is_founder=count == 0)

@@ -28,6 +28,9 @@ from p2pdiloco.protocol.view import MachineView
 
 Direction = Literal["up", "down"]
 
+THIN, STILL_THIN = 1 / 2, 1 / 3
+"""Shares of the line above which it is thin, and remains thin."""
+
 
 class CodecChoice:
     """Chooses the codec of each payload that this peer sends.
@@ -51,6 +54,8 @@ class CodecChoice:
         self._metrics = metrics
         self._rate = rate
         self._line = line
+        self.is_line_thin = False
+        """Result of ``judge_line``."""
 
     def choose(self, direction: Direction, shard: ShardId) -> Rung | None:
         """Choose the codec of the next payload of ``shard``; None if the run fixes it."""
@@ -71,6 +76,20 @@ class CodecChoice:
             return False
         line, others = self._line(), max(1, len(self._view.live))
         return line is None or line / others < FAST_BYTES_PER_S
+
+    def judge_line(self, shard: ShardId, size: int) -> bool:
+        """Judge by a contribution of ``size`` bytes to ``shard`` whether the line is thin; return whether that changed.
+
+        In one period of H steps, a peer sends a model's worth of contributions, and on average as much in commits. That
+        fills more than half of a thin line, which would delay what it has to pass on.
+        """
+        line, step_s, others = self._line(), self._view.fastest_step_time_s(), len(self._view.live)
+        if line is None or step_s <= 0.0:
+            return False
+        model = size / self._layout.shards[shard].elements * self._layout.elements
+        need = 2 * model * others / (others + 1) / (self._schedule.sync_every * step_s)
+        was_thin, self.is_line_thin = self.is_line_thin, need > (STILL_THIN if self.is_line_thin else THIN) * line
+        return self.is_line_thin != was_thin
 
     def record(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
         """Log a payload that was made: its bytes, and the relative error of its first chunk."""

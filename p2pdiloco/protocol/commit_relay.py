@@ -23,14 +23,16 @@ ANNOUNCEMENTS = 3
 
 @lru_cache(maxsize=64)
 def tree_order(commit: Digest, owner: PeerId, peers: Candidates) -> tuple[PeerId, ...]:
-    """Return the peers in the order of a commit's tree: its owner, those with at least the median weight, the others.
+    """Return the peers in the order of a commit's tree: its owner, those that weigh at least the upper quartile, the
+    others.
 
     ``peers``: with their weights, sorted by peer. Each commit has an order of its own, so that nobody is always near
-    the owner. A weight is the peer's own word: the largest only brings it into the first half.
+    the owner. A peer behind a thin line asks for less weight (O1c), and passes on nothing while a quarter of the peers
+    have better ones. The largest weight only brings a peer among those that pass on commits.
     """
-    median = sorted(weight for _, weight in peers)[len(peers) // 2]
+    strong = sorted(weight for _, weight in peers)[3 * len(peers) // 4]
     keys = (
-        (peer != owner, weight < median, blake2b(f"{commit}/{peer}".encode(), digest_size=8).digest(), peer)
+        (peer != owner, weight < strong, blake2b(f"{commit}/{peer}".encode(), digest_size=8).digest(), peer)
         for peer, weight in peers
     )
     return tuple(peer for *_, peer in sorted(keys))
@@ -67,7 +69,7 @@ def relay_commit(core: Core, reports: HeadReports, header: CommitHeader) -> None
     me, owner, shard, participation = core.config.peer, header.owner, header.shard, core.participation
     head = Head(shard, header.version, commit_id(header), header.tokens)
     newcomers = {peer for peer in participation.peers(shard) if participation.is_newcomer(peer, shard)}
-    weights = {me: core.config.weight, owner: 0.0}
+    weights = {me: core.weight, owner: 0.0}
     for peer in participation.peers(shard):
         if peer not in newcomers and (beat := core.membership.peers[peer].beat) is not None:
             weights[peer] = beat.weight

@@ -87,6 +87,12 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
     """Their fingerprints."""
 
 
+class LineChanged(msgspec.Struct, frozen=True, array_like=True, tag="line-changed"):
+    """This peer's line has become too thin for a full share of a swarm's commits, or is no longer."""
+
+    is_thin: bool
+
+
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
     """``peer`` sent ``message``. If it has a payload, that is complete, matches its digest, and is available."""
 
@@ -269,6 +275,7 @@ OwnEvent = (
     | PeerConnected
     | PeerDisconnected
     | Admitted
+    | LineChanged
     | LearnerStarted
     | LearnerStopped
     | LearnerPaused

@@ -133,7 +133,7 @@ class Heartbeats:
         sequence = core.membership.next_sequence(core.now)
         phase, is_participating = core.phase(), core.is_participating()
         step_time_s = 0.0 if learner is None else learner.step_time_s
-        mark, weight, claims = core.heads_mark, core.config.weight, self.block_assignment.claims()
+        mark, weight, claims = core.heads_mark, core.weight, self.block_assignment.claims()
         interval_s = core.membership.beat_s()
         for view in views:
             held_s = core.membership.held_s(view, core.now)

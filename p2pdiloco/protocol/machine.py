@@ -179,6 +179,8 @@ class Machine:
                 self.contributions.on_disconnected(event.peer)
             case ev.Admitted():
                 self.core.membership.connectivity.admitted = event.prints
+            case ev.LineChanged():
+                self._on_line_changed(event)
             case ev.LearnerStarted():
                 self._on_learner_started(event)
             case ev.LearnerStopped():
@@ -239,6 +241,15 @@ class Machine:
             told = f"shard {event.shard} version {header.version}: no other peer is live, so this peer merges alone"
             core.note("warning", "alone", told)
         self.is_alone = is_alone
+
+    def _on_line_changed(self, event: ev.LineChanged) -> None:
+        core = self.core
+        core.is_line_thin = event.is_thin
+        if core.is_current:
+            core.membership.owners.own_weight = core.weight
+        what = "takes up more than half of" if event.is_thin else "no longer fills"
+        share = "half as often as others" if event.is_thin else "as often as others again"
+        core.note("info", "line", f"what this peer has to send {what} its line: it owns versions {share}")
 
     def _on_failed(self, event: ev.Failed) -> None:
         match event.work:

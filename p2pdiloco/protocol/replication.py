@@ -560,7 +560,7 @@ class Replication:
         if not core.is_current and all(chain.head is not None for chain in core.chains):
             core.is_current = True
             self._want_what_was_offered()
-            core.membership.owners.own_weight = core.config.weight
+            core.membership.owners.own_weight = core.weight
             self.contributions.on_current()
             core.note("info", "join", f"all {len(core.chains)} shards have arrived, at global step {core.step}")
             core.effects.append(BecameCurrent())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stage import SHARD, A, B, Stage, commit_on, digest, genesis, head_of, sent, tokens
+from stage import SHARD, A, B, C, Stage, commit_on, digest, genesis, head_of, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -61,6 +61,24 @@ def test_two_commits_have_two_trees_and_strong_peers_come_first() -> None:
     assert one != other
     strong = {peer for peer, weight in peers if weight > 1.0}
     assert set(one[1:21]) == set(other[1:21]) == strong
+
+
+def test_thin_lines_come_last_even_where_most_are_thin() -> None:
+    """M6b: a quarter of the peers is enough to pass commits on."""
+    peers = tuple((peer, 1.0 if i % 4 == 0 else 0.5) for i, peer in enumerate(MANY))
+    order = tree_order(digest("one"), MANY[1], peers)
+    assert {weight for peer, weight in peers if peer in order[1:11]} == {1.0}
+
+
+def test_a_peer_behind_a_thin_line_asks_for_half_of_its_weight() -> None:
+    """O1c: so it owns half as often, and passes on few commits."""
+    stage = Stage(B, C, has_learner=False)
+    weights = []
+    for is_thin in (False, True, False):
+        stage.tell(ev.LineChanged(is_thin))
+        (beat, *_) = sent(stage.wait(1.1), msg.Heartbeat)
+        weights.append((beat[1].weight, dict(stage.machine.core.participation.candidates())[A]))
+    assert weights == [(1.0, 1.0), (0.5, 0.5), (1.0, 1.0)]
 
 
 def in_tree(*, place: int) -> tuple[Stage, msg.CommitHeader, tuple[PeerId, ...]]:
