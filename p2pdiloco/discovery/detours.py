@@ -17,7 +17,6 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from p2pdiloco.nat.rendezvous_server import Relay
@@ -52,14 +51,12 @@ class Detours:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for unused in self._spare.values():
             unused.close()
         self._spare.clear()
         self._ways.clear()
-        await self._tasks.__aexit__(kind, error, trace)
+        await self._tasks.__aexit__(None, None, None)
 
     async def to(self, where: Sequence[str]) -> list[str]:
         """Return multiaddrs on this machine that lead to those of the addresses ``where`` that can be connected.

@@ -20,7 +20,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from p2pdiloco.training import PASSIVE, PROGRAM
@@ -278,9 +277,7 @@ class LearnerProcess:
                 first.dismiss()  # it has become the learner, or is not needed
         return ours
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Ask the learner to exit, kill it after EXIT_S, and reap it. A training script is only told, not ended."""
         self.send(learner_ipc.Exit())
         process = self._process

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar, get_args
 
 import torch
@@ -64,11 +63,9 @@ class LocalHost:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """End all tasks and running work, so that nothing touches the files and the shared memory afterwards."""
-        await self._tasks.__aexit__(kind, error, trace)
+        await self._tasks.__aexit__(None, None, None)
         for queue in self._queues.values():
             queue.close()
         for queue in self._queues.values():

@@ -13,7 +13,6 @@ import asyncio
 import os
 import shlex
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -46,9 +45,7 @@ class Notifier:
             self._task = asyncio.create_task(self._keep(), name="notify")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._waiting.join(), LIMIT_S)

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 from p2pdiloco.util import logs
@@ -78,9 +77,7 @@ class Metrics:
         rotate(self._path, keep=KEPT, most_bytes=KEPT * MOST_BYTES)
         self._open()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
                 self._file.close()

@@ -15,7 +15,6 @@ import ipaddress
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -106,9 +105,7 @@ class Reachability:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     async def _give_back_port(self) -> None:

@@ -18,7 +18,6 @@ import mmap
 import os
 import tempfile
 import weakref
-from types import TracebackType
 from typing import Literal, TypeAlias
 
 import torch
@@ -121,9 +120,7 @@ class SharedVectors:
     def __enter__(self) -> SharedVectors:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
