@@ -143,10 +143,9 @@ class Top(App[None]):
         return action not in ("pause", "leap", "speed") or isinstance(self.source, Tape)
 
     async def _keep_looking(self) -> None:
-        async with self.source:
-            while True:
-                await self.look()
-                await asyncio.sleep(self._every_s)
+        while True:
+            await self.look()
+            await asyncio.sleep(self._every_s)
 
     async def look(self) -> None:
         """Take one snapshot and show it."""

@@ -13,7 +13,7 @@ import math
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import aiohttp
@@ -43,21 +43,6 @@ class Sighting(NamedTuple):
     history: History
 
 
-class Source(Protocol):
-    """A source of snapshots of one run."""
-
-    async def look(self) -> Sighting:
-        """Return the present snapshot and history.
-
-        Raises:
-            UnseenError: there is no answer at the moment.
-        """
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-
 class Page:
     """The page of a live peer."""
 
@@ -73,24 +58,20 @@ class Page:
         self.address = f"http://{parts.netloc}"
         token = parse_qs(parts.query).get("token", [""])[0]
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._session: aiohttp.ClientSession | None = None
         self._history: tuple[float, History] | None = None
 
-    async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
-        self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-
     async def look(self) -> Sighting:
-        """Request the snapshot, and the history every ``HISTORY_S``."""
-        picture = self._decoded(await self._get("picture.json"), RunSnapshot)
-        now = time.monotonic()
-        if self._history is None or now - self._history[0] >= HISTORY_S:
-            self._history = (now, self._decoded(await self._get("history.json"), History))
+        """Request the snapshot, and the history every ``HISTORY_S``.
+
+        Raises:
+            UnseenError: there is no answer at the moment.
+        """
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as session:
+            picture = self._decoded(await self._get(session, "picture.json"), RunSnapshot)
+            now = time.monotonic()
+            if self._history is None or now - self._history[0] >= HISTORY_S:
+                self._history = (now, self._decoded(await self._get(session, "history.json"), History))
         return Sighting(picture, self._history[1])
 
     def _decoded(self, body: bytes, kind: type[Told]) -> Told:
@@ -99,11 +80,10 @@ class Page:
         except msgspec.DecodeError as error:
             raise UnseenError(f"{self.address} is not a page, or it is of another release ({error})") from error
 
-    async def _get(self, name: str) -> bytes:
-        assert self._session is not None
+    async def _get(self, session: aiohttp.ClientSession, name: str) -> bytes:
         body = bytearray()
         try:
-            async with self._session.get(f"{self.address}/{name}", allow_redirects=False) as answer:
+            async with session.get(f"{self.address}/{name}", allow_redirects=False) as answer:
                 async for piece in answer.content.iter_any():
                     body += piece
                     if len(body) > MOST_BYTES:
@@ -125,12 +105,6 @@ class Tape:
         self.speed = speed
         self._player = Player(recording, recording.ends if at is None else at, speed)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return
-
     async def look(self) -> Sighting:
         """Return the snapshot and history of the present moment of the recording."""
         return Sighting(self._player.picture(), self._player.history())
@@ -139,6 +113,9 @@ class Tape:
         """Continue from another moment, or at another speed (0: paused)."""
         self.speed = speed
         self._player = Player(self.recording, at, speed)
+
+
+Source = Page | Tape
 
 
 async def found(place: str, speed: float) -> Source:
@@ -160,9 +137,7 @@ async def found(place: str, speed: float) -> Source:
     for address in await asyncio.to_thread(pages_in, folder):
         page = Page(address)
         with suppress(UnseenError):
-            async with page:
-                seen = await page.look()
-            if _is_of(seen.picture, folder):
+            if _is_of((await page.look()).picture, folder):
                 return page
     recording = await asyncio.to_thread(Recording, folder)
     return Tape(recording, speed, recording.begins if speed else None)

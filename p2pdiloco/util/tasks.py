@@ -47,7 +47,7 @@ class Tasks:
         self._closed = False
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         self._closed = True
         while self._running:
             for task in self._running:

@@ -13,7 +13,6 @@ import shlex
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -372,11 +371,9 @@ def test_a_page_without_its_token() -> None:
     says = "ADDRESS refuses: the token is missing"
 
     async def look() -> str:
-        async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(PageServer(lambda _: None, "127.0.0.1", 0, "secret"))  # type: ignore[arg-type, return-value]
-            page = await stack.enter_async_context(Page(server.address.partition("?")[0]))
+        async with PageServer(lambda _: None, "127.0.0.1", 0, "secret") as server:  # type: ignore[arg-type, return-value]
             with pytest.raises(UnseenError) as refused:
-                await page.look()
+                await Page(server.address.partition("?")[0]).look()
         return str(refused.value)
 
     said = asyncio.run(look())

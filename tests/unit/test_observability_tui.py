@@ -111,12 +111,6 @@ class Stage:
             raise UnseenError("no answer from http://127.0.0.1:7373")
         return self.sighting
 
-    async def __aenter__(self) -> Stage:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return
-
 
 @pytest.mark.heavy
 def test_it_shows_hostile_words_as_words_and_says_when_nobody_answers() -> None:

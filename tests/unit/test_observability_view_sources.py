@@ -34,15 +34,13 @@ def test_a_state_folder_is_shown_live_while_its_peer_lives_and_is_a_recording_af
             log.with_name("page.port").write_text(str(server.port))
             source = await found(str(tmp_path), 0.0)
             assert isinstance(source, Page)
-            async with source:
-                seen = await source.look()
-                assert seen.picture == shown.picture()
-                assert seen.history == shown.history()
-                shown.chronicle.take(commit(3.0, 2, ANN, ann=5))
-                assert (await source.look()).picture.merges[0].version == 2
-        async with source:
-            with pytest.raises(UnseenError, match="no answer from"):
-                await source.look()
+            seen = await source.look()
+            assert seen.picture == shown.picture()
+            assert seen.history == shown.history()
+            shown.chronicle.take(commit(3.0, 2, ANN, ann=5))
+            assert (await source.look()).picture.merges[0].version == 2
+        with pytest.raises(UnseenError, match="no answer from"):
+            await source.look()
         tape = await found(str(tmp_path), 0.0)
         assert isinstance(tape, Tape)
         assert [row.version for row in (await tape.look()).picture.merges] == [1]
@@ -66,11 +64,10 @@ def test_the_token_is_taken_from_the_address_or_from_the_folder(tmp_path: Path) 
 
     async def whole() -> None:
         async with PageServer(lambda _: Shown(), "127.0.0.1", 0, "secret") as server:
-            async with Page(f"http://127.0.0.1:{server.port}") as page:
-                with pytest.raises(UnseenError, match="the token is missing"):
-                    await page.look()
-            async with Page(f"http://127.0.0.1:{server.port}/?token=secret") as page:
-                assert (await page.look()).picture.title.run == RUN
+            with pytest.raises(UnseenError, match="the token is missing"):
+                await Page(f"http://127.0.0.1:{server.port}").look()
+            page = Page(f"http://127.0.0.1:{server.port}/?token=secret")
+            assert (await page.look()).picture.title.run == RUN
             log.with_name("page.port").write_text(str(server.port))
             log.with_name("page.token").write_text("secret\n")
             assert isinstance(await found(str(tmp_path), 0.0), Page)
@@ -101,10 +98,10 @@ def test_what_is_no_page_is_refused_and_what_is_endless_is_let_go(monkeypatch: p
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        async with Page(f"http://127.0.0.1:{runner.addresses[0][1]}") as page:
-            for why in ("it is not a page", "is not a page", "is not a page", "refuses: 302"):
-                with pytest.raises(UnseenError, match=why):
-                    await page.look()
+        page = Page(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        for why in ("it is not a page", "is not a page", "is not a page", "refuses: 302"):
+            with pytest.raises(UnseenError, match=why):
+                await page.look()
         await runner.cleanup()
 
     asyncio.run(whole())
