@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from p2pdiloco.observability.formatting import duration
 from p2pdiloco.wire.control_messages import PeerStatus
 
 # Number of observations that are kept, and that are needed for an estimate.
@@ -14,13 +15,6 @@ WINDOW = 12
 FEWEST = 3
 # Longer estimates are not shown: a training script without a step limit has an arbitrarily large one.
 LONGEST_S = 3650 * 86400.0
-
-
-class _Look(NamedTuple):
-    now: float
-    step: int
-    trained: int
-    merged: int
 
 
 class Prospect(NamedTuple):
@@ -37,15 +31,13 @@ class EtaEstimator:
     """Estimates progress and remaining time from successive statuses of one peer."""
 
     def __init__(self) -> None:
-        self._looks: deque[_Look] = deque(maxlen=WINDOW)
-        self._total_steps = 0
+        self._looks: deque[tuple[float, PeerStatus]] = deque(maxlen=WINDOW)
 
     def look(self, now: float, status: PeerStatus) -> dict[str, str]:
         """Add a status at time ``now`` (seconds), and return the known estimates as log fields.
 
         The fields are ``done``, ``left`` and ``my_share``."""
-        self._looks.append(_Look(now, status.step, status.tokens_trained, status.tokens_merged))
-        self._total_steps = status.total_steps
+        self._looks.append((now, status))
         prospect, fields = self.prospect(), {}
         if prospect.done is not None:
             fields["done"] = f"{prospect.done:.1%}"
@@ -59,21 +51,17 @@ class EtaEstimator:
         """Return the current estimates as numbers."""
         if not self._looks:
             return Prospect()
-        first, last = self._looks[0], self._looks[-1]
-        left_s = _left_s(first, last, self._total_steps)
+        (began, first), (now, last) = self._looks[0], self._looks[-1]
+        left_s: float | None = None
+        if last.step > first.step and now > began:
+            left_s = max(0, last.total_steps - last.step) * (now - began) / (last.step - first.step)
         has_end, has_looked = left_s is None or left_s <= LONGEST_S, len(self._looks) >= FEWEST
-        merged, trained = last.merged - first.merged, last.trained - first.trained
+        merged, trained = last.tokens_merged - first.tokens_merged, last.tokens_trained - first.tokens_trained
         return Prospect(
-            done=min(1.0, last.step / max(1, self._total_steps)) if has_end else None,
+            done=min(1.0, last.step / max(1, last.total_steps)) if has_end else None,
             left_s=left_s if has_end and has_looked else None,
             my_share=min(1.0, trained / merged) if has_looked and merged > 0 and trained >= 0 else None,
         )
-
-
-def _left_s(first: _Look, last: _Look, total_steps: int) -> float | None:
-    if last.step <= first.step or last.now <= first.now:
-        return None
-    return max(0, total_steps - last.step) * (last.now - first.now) / (last.step - first.step)
 
 
 def presented(status: PeerStatus) -> PeerStatus:
@@ -88,15 +76,3 @@ def presented(status: PeerStatus) -> PeerStatus:
         held_out_step=min(status.held_out_step, last),
         tokens_per_second=status.tokens_per_second if status.phase == "training" else 0.0,
     )
-
-
-def duration(seconds: float) -> str:
-    """Format a duration for people, with at most two units."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"

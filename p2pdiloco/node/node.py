@@ -21,13 +21,14 @@ import msgspec
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.eta import EtaEstimator, duration
+from p2pdiloco.node.eta import EtaEstimator
 from p2pdiloco.node.local_host import LocalHost
 from p2pdiloco.node.resource_guard import ResourceGuard, toggle
 from p2pdiloco.node.results import farewell
 from p2pdiloco.node.status_report import StatusReporter
 from p2pdiloco.node.swarm_status import SwarmStatus
 from p2pdiloco.node.telemetry import MachineStepped, Telemetry, run_history
+from p2pdiloco.observability.formatting import duration
 from p2pdiloco.peer.ending import APART, NOBODY, Ending
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
