@@ -35,10 +35,6 @@ POINT_LIFE_S = 60.0
 
 async def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    return await _serve(arguments)
-
-
-async def _serve(arguments: argparse.Namespace) -> int:
     listen, rendezvous = arguments.listen or list(everywhere(PORT)), arguments.rendezvous
     for text in arguments.announce:
         addresses.parse(text)

@@ -11,6 +11,7 @@ import json
 import msgspec
 
 from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import FAILED
 from p2pdiloco.discovery.dht import CLOCK
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.node import diagnostics
@@ -27,7 +28,6 @@ from p2pdiloco.transport.sockets import everywhere
 from p2pdiloco.util.logs import printable
 
 PATIENCE_S = 6.0
-FAILED = 1
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -73,7 +73,8 @@ async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list
             if not first:
                 return findings, []
             findings += [Finding("ok", "directory", "answers"), diagnostics.clock(CLOCK)]
-            findings.append(_packets(first))
+            where = addresses.parse(first[0])
+            findings.append(diagnostics.path_mtu(where.host, where.port))
             findings.append(await _reach(directory, tuple(arguments.listen or everywhere())))
             try:
                 runs = await RunLookup(directory).ask_runs(
@@ -89,11 +90,6 @@ async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list
     except (DirectoryError, CredentialsError, ValueError) as error:
         remedy = "look at the address: a running bootstrap or peer prints it; is its port open?"
         return [Finding("failure", "directory", " ".join(str(error).split()), remedy)], []
-
-
-def _packets(first: tuple[str, ...]) -> Finding:
-    where = addresses.parse(first[0])
-    return diagnostics.path_mtu(where.host, where.port)
 
 
 async def _reach(directory: Directory, listen: tuple[str, ...]) -> Finding:

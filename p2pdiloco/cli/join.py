@@ -7,17 +7,12 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import join
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.swarm.run_lookup import LookupFailedError
 from p2pdiloco.wire.directory_records import RunRecord
 
-
-def prepare(arguments: argparse.Namespace) -> None:
-    """Before there is an event loop."""
-    if peer_options.has_learner(arguments):
-        learner_process.bear()
+prepare = peer_options.prepare
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -73,9 +73,12 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
     )
 
 
-def has_learner(arguments: argparse.Namespace) -> bool:
-    """Return whether this peer trains with the built-in learner."""
-    return not arguments.learner and not getattr(arguments, "follow", False)
+def prepare(arguments: argparse.Namespace) -> None:
+    """Before there is an event loop: fork the built-in learner, if this peer trains with it."""
+    if not arguments.learner and not getattr(arguments, "follow", False):
+        from p2pdiloco.node import learner_process  # which others that use this module do not need
+
+        learner_process.bear()
 
 
 def open_identity(arguments: argparse.Namespace, state: Path | None = None) -> Identity:

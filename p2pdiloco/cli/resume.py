@@ -7,14 +7,9 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import resume
 
-
-def prepare(arguments: argparse.Namespace) -> None:
-    """Before there is an event loop."""
-    if peer_options.has_learner(arguments):
-        learner_process.bear()
+prepare = peer_options.prepare
 
 
 async def run(arguments: argparse.Namespace) -> int:

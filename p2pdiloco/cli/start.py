@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import start, start_from_script
 from p2pdiloco.node.run_creation import find_run, read_config
 from p2pdiloco.node.run_folder import NameTakenError
@@ -20,11 +19,7 @@ from p2pdiloco.protocol.manifest import Name, RunConfig
 from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.wire.directory_records import RunRecord
 
-
-def prepare(arguments: argparse.Namespace) -> None:
-    """Before there is an event loop."""
-    if peer_options.has_learner(arguments):
-        learner_process.bear()
+prepare = peer_options.prepare
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -28,10 +28,6 @@ from p2pdiloco.wire.directory_records import RunRecord
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print and go."""
-    return await _show(arguments)
-
-
-async def _show(arguments: argparse.Namespace) -> int:
     invite, addresses = with_invite(arguments.address)
     wanted, mine = arguments.run, None
     names = [word for word in addresses if "/" not in word and ":" not in word]
