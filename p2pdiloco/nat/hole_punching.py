@@ -18,6 +18,7 @@ import ipaddress
 import socket
 from collections.abc import Callable, Container
 from contextlib import suppress
+from functools import partial
 
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.net.frames import decode_text
@@ -26,6 +27,7 @@ from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.connection_setup import Met
 from p2pdiloco.transport.sockets import DialError
+from p2pdiloco.wire.control_messages import decode_as
 
 # Timeout for connecting to the rendezvous server.
 OPEN_S = 5.0
@@ -64,9 +66,22 @@ async def meet(
     line = await _open(point, congestion, narrow)
     try:
         seen = await _wait_for_other(line, ticket)
-        return await _meet_on(
-            line, point, seen, role, may_relay=may_relay, congestion=congestion, narrow=narrow, may_dial=may_dial
-        )
+        other = addresses.of_socket(seen.other_host, seen.other_port)
+        is_same_family = (other.family == "ip6") == (line.family == socket.AF_INET6)
+        if may_dial(other) and is_same_family and is_dialable(other.host, line.getpeername()[0]):
+            make = partial(sockets.sharing_port, line.family, line.getsockname()[1], is_narrow=other.host in narrow)
+            direct = await _punch(make, other, role, PUNCH_S if seen.is_hopeful else HOPELESS_S)
+            if direct is not None:
+                sockets.tune(direct, congestion=congestion)
+                line.close()
+                return Met(direct, other, False)
+        if not may_relay:
+            raise ValueError("hole punching failed, and relaying is not allowed")
+        await asyncio.get_running_loop().sock_sendall(line, intro.RELAY)
+        async with asyncio.timeout(RELAY_S):
+            if await _read(line, 1) != intro.RELAYED:
+                raise ValueError(await _read_refusal(line))
+        return Met(line, point, True)
     except TimeoutError:
         line.close()
         raise DialError(f"rendezvous server {point}: the other peer did not connect in time") from None
@@ -84,11 +99,9 @@ async def _open(point: Address, congestion: str, narrow: Container[str]) -> sock
     try:
         async with asyncio.timeout(OPEN_S):
             found = await loop.getaddrinfo(point.host, point.port, type=socket.SOCK_STREAM)
-            line = sockets.sharing_port(found[0][0], 0)
+            line = sockets.sharing_port(found[0][0], 0, is_narrow=found[0][4][0] in narrow)
             try:
                 sockets.tune(line, congestion=congestion)
-                if found[0][4][0] in narrow:
-                    sockets.shorten(line)
                 await loop.sock_connect(line, found[0][4])
             except BaseException:
                 line.close()
@@ -108,49 +121,7 @@ async def _wait_for_other(line: socket.socket, ticket: bytes) -> intro.Seen:
         head = await _read(line, 1)
         if head == intro.REFUSED:
             raise ValueError(await _read_refusal(line))
-        return intro.decode_seen(await _read(line, intro.seen_size(head + await _read(line, 1))))
-
-
-async def _meet_on(
-    line: socket.socket,
-    point: Address,
-    seen: intro.Seen,
-    role: Role,
-    *,
-    may_relay: bool,
-    congestion: str,
-    narrow: Container[str],
-    may_dial: MayDial,
-) -> Met:
-    """Try a direct connection to the other peer, then the relay."""
-    loop = asyncio.get_running_loop()
-    local_port = line.getsockname()[1]
-    other = addresses.of_socket(seen.other_host, seen.other_port)
-    is_same_family = (other.family == "ip6") == (line.family == socket.AF_INET6)
-    is_allowed = may_dial(other)
-    if is_allowed and is_same_family and is_dialable(other.host, line.getpeername()[0]):
-        patience_s = PUNCH_S if seen.is_hopeful else HOPELESS_S
-        direct = await _punch(
-            lambda: _socket_on_port(line.family, local_port, is_narrow=other.host in narrow), other, role, patience_s
-        )
-        if direct is not None:
-            sockets.tune(direct, congestion=congestion)
-            line.close()
-            return Met(direct, other, False)
-    if not may_relay:
-        raise ValueError("hole punching failed, and relaying is not allowed")
-    await loop.sock_sendall(line, intro.RELAY)
-    async with asyncio.timeout(RELAY_S):
-        if await _read(line, 1) != intro.RELAYED:
-            raise ValueError(await _read_refusal(line))
-    return Met(line, point, True)
-
-
-def _socket_on_port(family: int, port: int, *, is_narrow: bool) -> socket.socket:
-    raw = sockets.sharing_port(family, port)
-    if is_narrow:
-        sockets.shorten(raw)
-    return raw
+        return decode_as(await _read(line, intro.seen_size(head + await _read(line, 1))), intro.Seen)
 
 
 async def _punch(

@@ -89,9 +89,7 @@ class Introducer:
         """Number of pairs that are being relayed."""
         return len(self._joined)
 
-    def ask(
-        self, asker: PeerId, host: str, wanted: PeerId, tickets: tuple[bytes, bytes], now: float
-    ) -> tuple[bytes, bytes]:
+    def ask(self, asker: PeerId, host: str, wanted: PeerId, tickets: tuple[bytes, bytes], now: float) -> None:
         """Introduce ``asker``, connected from ``host``, to ``wanted``. ``tickets``: fresh random bytes for each.
 
         Raises:
@@ -112,7 +110,6 @@ class Introducer:
         for side in (0, 1):
             self._waiting[tickets[side]] = (pair, side)
             self._of_peer[pair.peers[side]] += 1
-        return tickets
 
     def withdraw(self, ticket: bytes, now: float) -> None:
         """Cancel the introduction with this ticket."""

@@ -26,7 +26,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from p2pdiloco.wire.control_messages import decode_as, encode
+from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.directory_records import PeerRecord
 
 OPENING = b"p2pdiloco line 1"
@@ -136,11 +136,6 @@ def seen_size(head: bytes) -> int:
     if not 0 < size <= SEEN_LIMIT:
         raise ValueError(f"a Seen of {size} bytes is not valid; the limit is {SEEN_LIMIT}")
     return int(size)
-
-
-def decode_seen(body: bytes) -> Seen:
-    """Decode a Seen; raises ValueError if it is malformed."""
-    return decode_as(body, Seen)
 
 
 def encode_refusal(text: str) -> bytes:

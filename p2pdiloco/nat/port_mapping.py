@@ -51,11 +51,10 @@ class Lease(NamedTuple):
 
 
 class PortMapping:
-    """Keeps a mapping of our TCP ``port`` at the router. ``find`` returns the router's local address, or None."""
+    """Keeps a mapping of our TCP ``port`` at the router."""
 
-    def __init__(self, port: int, find: Callable[[], str | None] | None = None) -> None:
+    def __init__(self, port: int) -> None:
         self._port = port
-        self._find = find or default_gateway
         self._nonce = os.urandom(port_mapping_codec.NONCE_BYTES)
         self.lease: Lease | None = None
         # Set after the first request, also if that failed.
@@ -91,7 +90,7 @@ class PortMapping:
         """Request, renew or (``life_s`` 0) release a lease; raises GatewayError if no protocol succeeds."""
         held, reasons = self.lease, []
         wanted = held.port if held else self._port
-        gateway = self._find()
+        gateway = default_gateway()
         for name, way in (("PCP", self._by_pcp), ("NAT-PMP", self._by_nat_pmp)):
             if gateway and (life_s or (held and held.by == name)):
                 try:

@@ -260,9 +260,9 @@ class RendezvousServer:
         if wanted not in self._attending or self._transport.channel_of(wanted) is None:
             raise RequestRefused(f"{wanted} is not registered here")
         loop = asyncio.get_running_loop()
-        tickets = (os.urandom(intro.TICKET_BYTES), os.urandom(intro.TICKET_BYTES))
+        own, theirs = os.urandom(intro.TICKET_BYTES), os.urandom(intro.TICKET_BYTES)
         try:
-            own, theirs = self.introducer.ask(asker, host, wanted, tickets, loop.time())
+            self.introducer.ask(asker, host, wanted, (own, theirs), loop.time())
         except NotIntroducedError as error:
             raise RequestRefused(str(error)) from None
         self._apply_events()

@@ -90,8 +90,10 @@ def listen(address: Address) -> socket.socket:
     return listener
 
 
-def sharing_port(family: int, port: int) -> socket.socket:
+def sharing_port(family: int, port: int, *, is_narrow: bool = False) -> socket.socket:
     """Return a non-blocking TCP socket on a local port (0: any free one) that this process may use several times.
+
+    is_narrow: its segments must be short.
 
     Raises:
         OSError: the port is in use by a process that does not share it.
@@ -103,6 +105,8 @@ def sharing_port(family: int, port: int) -> socket.socket:
         if hasattr(socket, "SO_REUSEPORT"):
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         raw.bind(("", port))
+        if is_narrow:
+            shorten(raw)
     except OSError:
         raw.close()
         raise

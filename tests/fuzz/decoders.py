@@ -173,7 +173,7 @@ def _line(data: bytes) -> None:
         point.handle_opened(number, ticket, "10.0.0.1", 1, 1, 0.0)
     point.handle_data(0, data, 0.0)
     list(point.events())
-    messages.decode_seen(data)
+    control_messages.decode_as(data, messages.Seen)
 
 
 def _router_answers(data: bytes) -> None:

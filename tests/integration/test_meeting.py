@@ -487,10 +487,10 @@ def test_a_liar_at_a_meeting_point_costs_few_dials_and_seconds(monkeypatch: pyte
             lying = asyncio.create_task(listen())
             real, began = hole_punching.sockets.sharing_port, time.monotonic()
 
-            def counted(family: int, port: int) -> socket.socket:
+            def counted(family: int, port: int, *, is_narrow: bool) -> socket.socket:
                 nonlocal dials
                 dials += port != 0
-                return real(family, port)
+                return real(family, port, is_narrow=is_narrow)
 
             monkeypatch.setattr(hole_punching.sockets, "sharing_port", counted)
             point = hole_punching.addresses.parse(f"/ip4/127.0.0.1/tcp/{liar.getsockname()[1]}")

@@ -30,7 +30,6 @@ from p2pdiloco.nat.messages import (
     Reachable,
     Seen,
     decode_opening,
-    decode_seen,
     encode_opening,
     seen_size,
 )
@@ -44,7 +43,8 @@ TICKETS = (b"a" * 16, b"b" * 16)
 
 def asked(point: Introducer, now: float = 0.0, number: int = 0) -> tuple[bytes, bytes]:
     tickets = (number.to_bytes(16, "big"), number.to_bytes(16, "little")) if number else TICKETS
-    return point.ask(ANN, "5.0.0.1", BOB, tickets, now)
+    point.ask(ANN, "5.0.0.1", BOB, tickets, now)
+    return tickets
 
 
 def both_open(point: Introducer, now: float = 0.0, *, seen_port: int = 2000) -> list[object]:
@@ -58,7 +58,7 @@ def both_open(point: Introducer, now: float = 0.0, *, seen_port: int = 2000) -> 
 def seen_in(event: object) -> Seen:
     assert isinstance(event, Say)
     assert seen_size(event.data[:2]) == len(event.data) - 2
-    return decode_seen(event.data[2:])
+    return decode_as(event.data[2:], Seen)
 
 
 def test_both_are_told_of_both_when_both_are_there():
