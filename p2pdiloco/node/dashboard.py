@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,14 +41,13 @@ SLICE = 50
 class LiveView:
     """Cache of snapshots, shared by all visitors of one node's page."""
 
-    def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._clock = clock
         self._made: tuple[float, RunSnapshot] | None = None
 
     def picture(self) -> RunSnapshot:
         """Return a snapshot that is at most FRESH_S old."""
-        now = self._clock()
+        now = time.monotonic()
         if self._made is None or now - self._made[0] >= FRESH_S:
             self._made = (now, self._telemetry.picture_for_viewer())
         return self._made[1]

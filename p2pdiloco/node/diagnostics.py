@@ -297,6 +297,7 @@ PROCESS_BYTES = 250 << 20
 # Sizes on disk (docs/operating.md): parameters and bfloat16 momentum; AdamW's state; recent payloads; commits since the
 # oldest kept checkpoint, at most.
 CHECKPOINT_BYTES_A_PARAMETER = 6
+CHECKPOINTS = 4  # two that are kept, a known-good one, and one being written
 INNER_STATE_BYTES_A_PARAMETER = 8
 PAYLOAD_BYTES_A_PARAMETER = 27
 COMMIT_BYTES_A_PARAMETER = 58
@@ -360,13 +361,11 @@ def judged(
     peers: Sequence[PeerStatus],
     state: Path,
     free_memory: int | None = None,
-    keeps: int = 2,
 ) -> tuple[list[Finding], Gift]:
     """Return findings for people, and numbers for programs.
 
     trial: measured speed; None: not measured.
     peers: statuses of the run's peers.
-    keeps: number of checkpoints to keep.
     """
     parameters = Layout.of(manifest).elements
     findings = [_data(trial)] if trial is not None and not trial.trouble else []
@@ -376,14 +375,15 @@ def judged(
     is_measured = bool(trial is not None and trial.bytes)
     findings.append(_memory(node, learner, is_measured, memory_bytes() if free_memory is None else free_memory))
     checkpoint = CHECKPOINT_BYTES_A_PARAMETER + 2 * (momentum_type(manifest.config.outer) == "float32")
-    room = (keeps + 2) * checkpoint + INNER_STATE_BYTES_A_PARAMETER  # also a known-good one, and one being written
+    room = CHECKPOINTS * checkpoint + INNER_STATE_BYTES_A_PARAMETER
     room += PAYLOAD_BYTES_A_PARAMETER + COMMIT_BYTES_A_PARAMETER
     needs = room * parameters + LOG_BYTES
     findings.append(disk(state, needs))
     gift = Gift(memory_bytes=node + learner, disk_bytes=needs)
     if trial is not None and trial.step_s:
         up = _up_bytes_per_s(manifest, parameters, trial.step_s, len(peers) + 1)
-        findings.append(_link(up))
+        told = f"{up * 8 / 1e6:,.2f} Mbit/s needed in each direction on average; --up RATE sets a limit"
+        findings.append(Finding("ok", "link", told))
         share = _share(trial.tokens_per_s, peers)
         gift = msgspec.structs.replace(gift, tokens_per_s=trial.tokens_per_s, share=share, up_bytes_per_s=up)
     return findings, gift
@@ -429,12 +429,6 @@ def _memory(node: int, learner: int, is_measured: bool, free: int) -> Finding:
         return Finding("ok", "memory", told)
     remedy = "stop other programs, use a machine with more memory, or follow without training (--follow)"
     return Finding("warning" if free >= node + learner else "failure", "memory", told, remedy)
-
-
-def _link(up: float) -> Finding:
-    return Finding(
-        "ok", "link", f"{up * 8 / 1e6:,.2f} Mbit/s needed in each direction on average; --up RATE sets a limit"
-    )
 
 
 def _up_bytes_per_s(manifest: Manifest, parameters: int, step_s: float, peers: int) -> float:

@@ -195,7 +195,8 @@ class LearnerProcess:
         self._manifest = manifest
         self._patience_s = patience_s
         self._process: asyncio.subprocess.Process | ProcessHandle | None = None
-        self._is_adopted = False
+        # True if the previous node process started this learner.
+        self.is_adopted = False
         self._memory_kills = memory_kills()
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(COMMANDS)
         self._tasks: list[asyncio.Task[None]] = []
@@ -240,7 +241,7 @@ class LearnerProcess:
             except ProcessLookupError:
                 ours.close()
                 return None
-            self._is_adopted = True
+            self.is_adopted = True
         return ours
 
     async def _start(self, first: PreforkedLearner | None) -> socket.socket:
@@ -282,10 +283,12 @@ class LearnerProcess:
         self.send(learner_ipc.Exit())
         process = self._process
         assert process is not None
-        if self._manifest is not None:
-            await self._say_goodbye()
-            return
         try:
+            if self._manifest is not None:
+                flushed = asyncio.create_task(self._outgoing.join(), name="learner: goodbye")
+                await asyncio.wait([flushed, *self._tasks], timeout=EXIT_S, return_when=asyncio.FIRST_COMPLETED)
+                flushed.cancel()
+                return
             async with asyncio.timeout(EXIT_S):
                 await process.wait()
         except TimeoutError:
@@ -298,22 +301,6 @@ class LearnerProcess:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._socket is not None:
                 self._socket.close()
-
-    async def _say_goodbye(self) -> None:
-        """Send the queued messages to a training script and close the link; the script itself keeps running."""
-        flushed = asyncio.create_task(self._outgoing.join(), name="learner: goodbye")
-        await asyncio.wait([flushed, *self._tasks], timeout=EXIT_S, return_when=asyncio.FIRST_COMPLETED)
-        flushed.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._socket is not None:
-            self._socket.close()
-
-    @property
-    def is_adopted(self) -> bool:
-        """True if the previous node process started this learner."""
-        return self._is_adopted
 
     @property
     def pid(self) -> int:

@@ -23,7 +23,7 @@ from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.eta import EtaEstimator
 from p2pdiloco.node.local_host import LocalHost
-from p2pdiloco.node.resource_guard import ResourceGuard, toggle
+from p2pdiloco.node.resource_guard import ResourceGuard
 from p2pdiloco.node.results import farewell
 from p2pdiloco.node.status_report import StatusReporter
 from p2pdiloco.node.swarm_status import SwarmStatus
@@ -314,10 +314,6 @@ class Node:
         """Shut down gracefully, or at once if the run is over."""
         self._leaves.set()
         self.peer.request_leave(reason)
-
-    def toggle_pause(self) -> None:
-        """Pause the learner, or end the pause."""
-        toggle(self.options.folder)
 
     def abandon(self, reason: str) -> None:
         """End at once, without contributing or saving anything more."""

@@ -23,6 +23,7 @@ from functools import partial
 from typing import NamedTuple
 
 from p2pdiloco.node.node import Node
+from p2pdiloco.node.resource_guard import toggle
 from p2pdiloco.util import logs
 from p2pdiloco.util.process import SAME_S
 
@@ -106,7 +107,7 @@ def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
-    loop.add_signal_handler(signal.SIGUSR2, node.toggle_pause)
+    loop.add_signal_handler(signal.SIGUSR2, toggle, node.options.folder)
     watch = None if spot is None else node.host.keep(partial(_watch, node, spot), name="spot notices")
     try:
         yield

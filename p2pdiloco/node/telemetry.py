@@ -204,9 +204,6 @@ class Telemetry:
             self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
             self._events.publish(alert)
 
-    def _lasting_alerts(self) -> tuple[str, ...]:
-        return tuple(text for kind, text in self._alerts.present.items() if kind != "trouble")
-
     @property
     def is_watched(self) -> bool:
         """True if a viewer has requested a picture in the last WATCHED_S seconds."""
@@ -220,9 +217,10 @@ class Telemetry:
     def picture(self) -> RunSnapshot:
         """Return the current picture, with the alerts that are active."""
         seen, lasts_s = self._current_picture(), self._peer.host.now() - self._began
+        lasting = (text for kind, text in self._alerts.present.items() if kind != "trouble")
         return msgspec.structs.replace(
             seen,
-            troubles=tuple(dict.fromkeys((*seen.troubles, *self._lasting_alerts()))),
+            troubles=tuple(dict.fromkeys((*seen.troubles, *lasting))),
             account=account(seen, lasts_s),
         )
 

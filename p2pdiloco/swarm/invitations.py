@@ -198,18 +198,17 @@ def load_or_make_invite(
     files = MemberFiles(run_folder)
     kept = files.invite()
     try:
-        if kept and _first_node(decode_invite(kept)) <= set(addresses):
-            return clean_invite(kept)
+        if kept:
+            invite = decode_invite(kept)
+            # Only of its first directory node: further ones may come and go.
+            first = {place for place in invite.initial_peers() if place.endswith(f"/p2p/{invite.directory}")}
+            if first <= set(addresses):
+                return clean_invite(kept)
     except InviteError:
         pass
     text = invite_text(manifest, mine, grant, addresses, uses=OWN_MACHINES)
     files.write_invite(text)
     return text
-
-
-def _first_node(invite: Invite) -> set[str]:
-    """Return the addresses of the first directory node of an invite. Further ones may come and go."""
-    return {place for place in invite.initial_peers() if place.endswith(f"/p2p/{invite.directory}")}
 
 
 def apply_grant(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:

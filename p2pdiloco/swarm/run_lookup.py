@@ -241,8 +241,10 @@ class RunLookup:
     async def find_namesake(self, manifest: Manifest, patience_s: float) -> tuple[RunId, RunRecord] | None:
         """Return another live run of the same name, or None."""
         for run, record in sorted((await self.list_runs(patience_s=patience_s)).items()):
-            if record.name == manifest.config.name and run != manifest.run and await self.is_live(run):
-                return run, record
+            if record.name == manifest.config.name and run != manifest.run:
+                async with self._connected(run, None) as (_, peers):
+                    if peers:
+                        return run, record
         return None
 
     async def has_state(self, run: RunId, credentials: Credentials | None) -> bool:
@@ -250,11 +252,6 @@ class RunLookup:
         async with self._connected(run, credentials) as (transport, peers):
             answers = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
         return any(answer is not None and answer.phase != "joining" for answer in answers)
-
-    async def is_live(self, run: RunId, credentials: Credentials | None = None) -> bool:
-        """Return whether a peer of the run can be reached."""
-        async with self._connected(run, credentials) as (_, peers):
-            return bool(peers)
 
     async def hears_of_end(self, manifest: Manifest, folder: Path, credentials: Credentials | None) -> bool:
         """Return whether a peer of the run can be reached, and take over what it knows of the run's end."""

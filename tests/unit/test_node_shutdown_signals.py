@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,13 +76,11 @@ class Node:
         self.said: list[str] = []
         self.left = asyncio.Event()
         self.host = Tasks()
+        self.options = SimpleNamespace(folder=Path("story"))
 
     def leave(self, reason: str) -> None:
         self.said.append(f"leave: {reason}")
         self.left.set()
-
-    def toggle_pause(self) -> None:
-        self.said.append("pause")
 
     def abandon(self, reason: str) -> None:
         self.said.append(f"at once: {reason}")
@@ -137,7 +137,10 @@ def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     live = signalled
     usr1, term, interrupt = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
     assert asyncio.run(live(usr1)) == ["leave: SIGUSR1"]
-    assert asyncio.run(live(signal.SIGUSR2, signal.SIGUSR2, usr1)) == ["pause", "pause", "leave: SIGUSR1"]
+    toggled: list[Path] = []
+    monkeypatch.setattr(shutdown_signals, "toggle", toggled.append)
+    assert asyncio.run(live(signal.SIGUSR2, signal.SIGUSR2, usr1)) == ["leave: SIGUSR1"]
+    assert toggled == [Path("story")] * 2, "a pause, and its end"
     assert asyncio.run(live(usr1, usr1)) == ["leave: SIGUSR1"], "SLURM may send it to all steps, and again"
     assert asyncio.run(live(usr1, term)) == ["leave: SIGUSR1", "at once: SIGTERM"]
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # who runs tests may ignore it
