@@ -187,53 +187,51 @@ class PingSchedule:
 # Explains why no initial peer answered: the meaning of each error of libp2p's daemon, and the remedy.
 
 
-# Part of the daemon's error, its meaning, the remedy.
+# Parts of the daemon's errors, their meaning, the remedy.
 _CAUSES = (
     (
-        "peer id mismatch",
+        ("peer id mismatch",),
         "another key answers there",
         "take the address that this peer prints now, since its key is new",
     ),
     (
-        "connection refused",
+        ("connection refused",),
         "connection refused",
         "nothing listens there: start it again, or correct the port in the address",
     ),
     (
-        "no good addresses",
+        ("no good addresses",),
         "its name cannot be resolved",
         "correct the name in the address, or use the IP address with /ip4",
     ),
     (
-        "no route to host",
+        ("no route to host", "network is unreachable"),
         "no route to host",
         "this machine has no route to it: with IPv4 alone, take an /ip4 address, with IPv6 alone an /ip6 address",
     ),
     (
-        "network is unreachable",
-        "no route to host",
-        "this machine has no route to it: with IPv4 alone, take an /ip4 address, with IPv6 alone an /ip6 address",
+        ("i/o timeout", "deadline exceeded"),
+        "no answer",
+        "a firewall or a router drops it: open or forward its port",
     ),
-    ("i/o timeout", "no answer", "a firewall or a router drops it: open or forward its port"),
-    ("deadline exceeded", "no answer", "a firewall or a router drops it: open or forward its port"),
     (
-        UNREACHABLE,
+        (UNREACHABLE,),
         "no answer",
         "its machine is off, or a firewall or a router drops packets to it: open or forward its port",
     ),
     (
-        SILENT,
+        (SILENT,),
         SILENT,
         "the link is too slow or loses most packets, or the process there hangs: restart it",
     ),
     (
-        "protocols not supported",
+        ("protocols not supported",),
         "it answers, but is not a node of this directory",
         "another program has this port: copy the address that a bootstrap or a peer of the run prints",
     ),
-    (CLIENT, CLIENT, "name a bootstrap or a peer that others can dial"),
+    ((CLIENT,), CLIENT, "name a bootstrap or a peer that others can dial"),
     (
-        "dial to self",
+        ("dial to self",),
         "that is this machine's own address",
         "name another peer's address; to found a network, name none",
     ),
@@ -243,8 +241,8 @@ CHECK = "check that it is running, and that its port can be reached from here"
 
 def explain_failure(reason: str) -> tuple[str, str]:
     """Return the meaning of an error of the daemon, and the remedy."""
-    for part, what, remedy in _CAUSES:
-        if part in reason:
+    for parts, what, remedy in _CAUSES:
+        if any(part in reason for part in parts):
             return what, remedy
     return reason.rpartition("failed to dial: ")[2] or "no answer", CHECK
 

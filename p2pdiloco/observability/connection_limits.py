@@ -72,7 +72,9 @@ class PageConnections:
             out.abort()
 
     def stream(self, connection: PageConnection) -> None:
-        """Stop counting a connection that has opened a stream. The server limits streams by their number and client."""
+        """Stop counting a connection that has opened a stream. The server limits streams by their number and client.
+
+        Each event that is sent restarts the connection's timer."""
         self._waiting.leave(connection)
 
     def remove(self, connection: PageConnection) -> None:
@@ -122,10 +124,6 @@ class PageConnection(asyncio.Protocol):
         if self._transport is not None:
             self._deadline = asyncio.get_running_loop().call_later(self._stage_s, self.abort)
 
-    def open_stream(self) -> None:
-        """Note that a stream begins. Each event that is sent restarts the timer."""
-        self._connections.stream(self)
-
     def close_stream(self) -> None:
         """Note that the stream has ended. The connection may send another request."""
         if self._transport is not None:
@@ -158,11 +156,6 @@ class PageConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """As of ``asyncio.Protocol``."""
         self.handler.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        """As of ``asyncio.Protocol``."""
-        self.handler.eof_received()
-        return None
 
     def pause_writing(self) -> None:
         """As of ``asyncio.Protocol``."""

@@ -193,8 +193,8 @@ class Event(NamedTuple):
     fields: tuple[Field, ...]
 
 
-def _fields(form: Form, names: str, *, or_null: bool = False) -> tuple[Field, ...]:
-    return tuple(Field(name, form, or_null) for name in names.split())
+def _fields(form: Form, names: str) -> tuple[Field, ...]:
+    return tuple(Field(name, form) for name in names.split())
 
 
 _TRANSFER = (*_fields("number", "done_mb of_mb mb_per_s"), Field("left_s", "number", True))

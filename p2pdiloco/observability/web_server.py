@@ -272,7 +272,7 @@ class PageServer:
             out.abort()
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
         streams[connection] = client, time.monotonic()
-        connection.open_stream()
+        self._connections.stream(connection)
         try:
             await response.prepare(request)
             await self._send(response, b"retry: 1000\n\n")
