@@ -266,11 +266,7 @@ class DiLoCo(SwarmView):
     def _node_request(
         self, run: str, initial_peers: object, found: object, node_options: object, stay_s: object
     ) -> NodeRequest:
-        """Return what this script asks of its node.
-
-        Raises:
-            DiLoCoError: one of the arguments is not possible.
-        """
+        """Return what this script asks of its node."""
         is_founder = script_arguments.is_founder(found)
         peers = script_arguments.peers(initial_peers, is_founder)
         options, stay_s = script_arguments.node_options(node_options), script_arguments.stay_s(stay_s)
@@ -452,11 +448,7 @@ class DiLoCo(SwarmView):
 
     @torch.no_grad()
     def _load_buffers(self) -> None:
-        """Load the buffers that an earlier process of this script has saved.
-
-        Raises:
-            DiLoCoError: the file with them cannot be read.
-        """
+        """Load the buffers that an earlier process of this script has saved."""
         here = named_buffers(self._model)
         try:
             saved = read_buffers(self._state, self._run)

@@ -250,11 +250,6 @@ class ScriptNode:
             return False
 
     def _restart_if_ended(self, run: RunId) -> bool:
-        """Do so.
-
-        Raises:
-            OSError: it cannot be started.
-        """
         now = time.monotonic()
         if self._is_ending:
             return False
@@ -298,11 +293,7 @@ class ScriptNode:
         return ["resume", str(self._folder), "--run", run, *(("--bootstrap", *peers) if peers else ())]
 
     def _kept_run(self) -> RunId | None:
-        """Return the run of this name (and of the invite, if there is one) of which the folder has a state, or None.
-
-        Raises:
-            ScriptNodeError: there are several.
-        """
+        """Return the run of this name (and of the invite, if there is one) of which the folder has a state, or None."""
         invites = set()
         for word in filter(is_invite, self._request.peers):
             invites.add(decode_invite(word).run)
@@ -341,11 +332,7 @@ class ScriptNode:
         return self._process is not None
 
     def _start(self, arguments: Sequence[str]) -> None:
-        """Start ``p2pdiloco`` with ``arguments`` and the options that make it this script's node.
-
-        Raises:
-            OSError: it cannot be started.
-        """
+        """Start ``p2pdiloco`` with ``arguments`` and the options that make it this script's node."""
         command = [sys.executable, "-P", "-m", "p2pdiloco", *arguments, *self._request.options]
         command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:

@@ -39,11 +39,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_config(path: Path, steps: int | None) -> tuple[bytes, RunConfig]:
-    """The text of the run's file, with so many global steps if they are given, and what it says.
-
-    Raises:
-        ConfigError: it cannot be read or used, or its steps cannot be replaced.
-    """
+    """Return the text of the run's file, with so many global steps if they are given, and what it says."""
     config, data = read_config(path), path.read_bytes()
     if steps is None:
         return data, config
@@ -58,11 +54,7 @@ def _run_config(path: Path, steps: int | None) -> tuple[bytes, RunConfig]:
 
 
 def _check_replaceable(out: Path) -> None:
-    """An earlier demo's folder is replaced, nothing else is.
-
-    Raises:
-        CommandError: it holds something that no demo has written.
-    """
+    """Check that ``out`` is new, or holds nothing but an earlier demo."""
     if out.exists() and not out.is_dir():
         raise CommandError(f"--out {out} is a file: name a folder", REPAIR)
     names = {path.name for path in out.iterdir()} if out.exists() else set()

@@ -58,11 +58,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def _kept_run(place: Path, wanted: str | None) -> KeptRun:
-    """Return the run in a state folder, or the one whose own folder ``place`` is.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-    """
+    """Return the run in a state folder, or the one whose own folder ``place`` is."""
     if wanted is None and (place / MANIFEST).is_file():
         return kept_run(place.resolve().parent, place.resolve().name)
     return kept_run(place, wanted)

@@ -51,11 +51,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 def _decider(arguments: argparse.Namespace, config: RunConfig) -> Callable[[RunId, RunRecord], str]:
     def decide(run: RunId, record: RunRecord) -> str:
-        """Another run of that name is live: the user says which name to found this one under, or nothing to join it.
-
-        Raises:
-            NameTakenError: there is nobody to ask.
-        """
+        """Another run of that name is live: return the name to found this one under, or nothing to join it."""
         address = " ".join(arguments.bootstrap) or "ADDR"
         another = f"{config.name[:60]}-2"
         told = f"a run called {record.name} ({run[:12]}, {record.parameters:,} parameters) is being trained already"

@@ -56,12 +56,8 @@ def show(found: list[RunAnswer], *, as_json: bool) -> None:
 def _of_this_machine(
     arguments: argparse.Namespace, names: list[str]
 ) -> tuple[str, tuple[str, ...], Credentials | None]:
-    """The id of a run that a peer of this machine takes part in, where newcomers find it, and what opens its doors.
-
-    Raises:
-        ConfigError: there is none of that name.
-        CredentialsError: it is no member of it.
-    """
+    """Return the id of a run that a peer of this machine takes part in, where newcomers find it, and what opens its
+    doors."""
     kept = kept_run(arguments.state, names[0])
     is_open = kept.manifest.config.access == "open"
     identity = peer_options.kept_identity(arguments, kept.state)

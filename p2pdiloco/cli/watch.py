@@ -50,11 +50,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def _folder(arguments: argparse.Namespace) -> Path:
-    """The folder with event logs.
-
-    Raises:
-        ValueError: it is the address of a page.
-    """
+    """Return the folder with event logs. Raises ValueError if it is the address of a page."""
     what = arguments.what or arguments.state
     if "://" in str(what):
         raise ValueError(f"{what} is a page already, and --page and --events read event logs: name a folder")

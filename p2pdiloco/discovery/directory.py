@@ -581,11 +581,8 @@ class Directory:
     async def _connect_to_known(self) -> tuple[list[PeerId], str]:
         """Connect to the initial and the remembered peers.
 
-        Returns the peers that answer. If initial peers were given and nobody answers, also returns the reason.
-
-        Raises:
-            DirectoryError: nobody answers, and ``patience_s`` is 0 or there is nobody to wait for.
-        """
+        Returns the peers that answer. If initial peers were given and nobody answers, also returns the reason; if there
+        is nobody to wait for, it is raised as DirectoryError."""
         failures: dict[str, str] = {}
         for text in self._initial_peers:
             try:
@@ -622,11 +619,7 @@ class Directory:
         return answered, ""
 
     async def _wait_for_peer(self, refusal: str) -> PeerId:
-        """Wait until one of the peers that ``_keep_connected`` retries has answered.
-
-        Raises:
-            DirectoryError: none answers within ``patience_s``.
-        """
+        """Wait for ``patience_s`` until one of the peers that ``_keep_connected`` retries has answered."""
         loop = asyncio.get_running_loop()
         self._answered = loop.create_future()
         until = loop.time() + self._patience_s

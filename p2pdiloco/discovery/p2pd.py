@@ -425,11 +425,7 @@ class SocketFolder:
 
 
 def _socket_base() -> Path:
-    """Return the folder for temporary files, or one with a shorter name: paths of sockets have at most 107 bytes.
-
-    Raises:
-        DirectoryError: none of them can be written.
-    """
+    """Return the folder for temporary files, or one with a shorter name: paths of sockets have at most 107 bytes."""
     for base in (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/dev/shm"):
         if base and len(base) <= LONGEST_SOCKET_BASE and os.access(base, os.W_OK | os.X_OK):
             return Path(base)

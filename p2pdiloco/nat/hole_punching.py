@@ -200,11 +200,7 @@ def is_dialable(host: str, told_by: str) -> bool:
 
 
 async def _read(line: socket.socket, count: int) -> bytes:
-    """Read exactly ``count`` bytes.
-
-    Raises:
-        ValueError: the line was closed.
-    """
+    """Read exactly ``count`` bytes. Raises ValueError if the line was closed."""
     loop, data = asyncio.get_running_loop(), b""
     while len(data) < count:
         piece = await loop.sock_recv(line, count - len(data))

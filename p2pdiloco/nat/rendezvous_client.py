@@ -221,11 +221,7 @@ class RendezvousClient:
         return await self._adopt(Role.DIALLER, met, wanted)
 
     async def _answer_call(self, point: PeerId, request: intro.Called) -> Answer:
-        """Follow a call by the server ``point``: another peer wants to connect.
-
-        Raises:
-            RequestRefused: this peer does not follow the call.
-        """
+        """Follow a call by the server ``point``, or refuse it: another peer wants to connect."""
         attendance = self.attended.get(point)
         if attendance is None:
             raise RequestRefused("this peer is not registered here")

@@ -341,12 +341,7 @@ def _without_needless_peers(
 
 
 def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:
-    """Check that this machine can hold the model, and tell the user on which data its learner trains.
-
-    Raises:
-        ConfigError: the machine has too little memory for the model.
-        ValueError: the data, the tokenizer or the adapters' base model is not given, or does not exist.
-    """
+    """Check that this machine can hold the model, and tell the user on which data its learner trains."""
     needed = Layout.of(manifest).elements * NODE_BYTES
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     allowed = options.machine.most_memory_bytes
@@ -367,11 +362,7 @@ def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Calla
 
 
 def _require_script(manifest: Manifest, options: PeerOptions) -> None:
-    """Check that a run of training scripts is joined from a script, before its state is fetched in vain.
-
-    Raises:
-        ConfigError: this is not a script. The message says what to do.
-    """
+    """Check that a run of training scripts is joined from a script, before its state is fetched in vain."""
     config = manifest.config
     if config.model.kind == "external" and not options.is_follower and not options.learner.script:
         word = "ADDR" if config.access == "open" else "INVITE"

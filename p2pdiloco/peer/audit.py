@@ -343,9 +343,7 @@ class Auditor:
     async def _is_signed(self, accuser: PeerId, accusation: WrongMerge) -> bool:
         """Return whether the commit bears its owner's signature, and its owner and contributors are members.
 
-        Raises:
-            FalseContributionError: a contributor did not sign.
-        """
+        Raises FalseContributionError if a contributor did not sign."""
         header, signature, standing = accusation.header, accusation.signature, self._verifier.standing
         for is_last in (False, True):
             try:

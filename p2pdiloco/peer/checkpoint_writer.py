@@ -338,12 +338,7 @@ class CheckpointWriter:
         return number
 
     async def _write(self, draft: Draft) -> None:
-        """Write the shards one after the other. Each is copied between two jobs and written before the next is copied.
-
-        Raises:
-            CopyError: a shard could not be copied.
-            OSError, ValueError: as in ``Draft``.
-        """
+        """Write the shards one after the other: each is copied between two jobs, and written before the next one."""
         number = await self._follower.begin()
         await self._host.work("disk", partial(draft.begin, number))
         width = self._state.form.width

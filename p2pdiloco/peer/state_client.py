@@ -117,11 +117,7 @@ def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
 
 
 def _read(name: str, data: bytes, manifest: Manifest, layout: Layout, theta: Tensor, momentum: Tensor) -> StateProof:
-    """Read one file into ``theta`` and ``momentum``; return its proof.
-
-    Raises:
-        ValueError: it is torn, altered, or of another run.
-    """
+    """Read one file into ``theta`` and ``momentum``; return its proof. Raises ValueError if it cannot be used."""
     shard = ShardId(int(name.removeprefix("shard-").removesuffix(SUFFIX)))
     if not 0 <= shard < len(layout.shards):
         raise ValueError(f"there is no shard {shard}")
@@ -526,10 +522,7 @@ class StateClient:
     async def _offer(self, shard: ShardId, peer: PeerId) -> StateOffer:
         """Request and verify an offer of the shard from ``peer``.
 
-        Raises:
-            RequestError: no answer, ``peer`` is blocked, or the machine refuses the offered head.
-            ValueError: the offer's proof is invalid.
-        """
+        Raises RequestError if there is none that can be used, ValueError if its proof is invalid."""
         if self._blocklist.is_blocked(peer):
             raise RequestError("it sent a wrong state before and is not asked for now")
         response = await self._host.links.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)

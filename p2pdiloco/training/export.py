@@ -191,11 +191,7 @@ _Write = Callable[[Manifest, Tensor, Path, About, str | None], None]
 
 
 def _check_used(config: ModelConfig, wanted: Format, base: str | None, like: str | None) -> None:
-    """Check that the run's model uses the given folders.
-
-    Raises:
-        ExportError: it does not use one of them.
-    """
+    """Check that the run's model uses the given folders."""
     if config.kind == "external":
         if wanted == "safetensors" and (like or base):
             raise ExportError(
@@ -209,11 +205,7 @@ def _check_used(config: ModelConfig, wanted: Format, base: str | None, like: str
 
 
 def _check_used_tokenizer(config: RunConfig, place: str) -> None:
-    """Check that a tokenizer is the run's.
-
-    Raises:
-        ExportError: it is another one, or the model reads bytes.
-    """
+    """Check that a tokenizer is the run's."""
     if config.model.kind == "transformer" and config.data.kind not in PATTERNS:
         raise ExportError(
             "the run's model reads bytes, and its exports have a tokenizer of bytes: leave --tokenizer out"
@@ -470,11 +462,7 @@ def _check_replaceable(folder: Path) -> None:
 def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
     """Replace an earlier export's files by ``files`` and ABOUT of ``new``.
 
-    A crash during the replacement leaves TORN instead of ABOUT, which lists the files of both exports.
-
-    Raises:
-        ExportError: a file that no export has written has one of these names.
-    """
+    A crash during the replacement leaves TORN instead of ABOUT, which lists the files of both exports."""
     if not folder.exists():
         new.rename(folder)
         return

@@ -87,11 +87,7 @@ def write_gguf(folder: Path, target: Path, name: str) -> None:
 
 
 def _check_config(config: Mapping[str, Any]) -> str:
-    """Return GGUF's name of the architecture.
-
-    Raises:
-        ArchitectureError: it has no tested conversion, or settings that llama.cpp would ignore.
-    """
+    """Return GGUF's name of the architecture, if its conversion is tested."""
     kind = str(config.get("model_type"))
     if kind not in _ARCHITECTURES:
         raise ArchitectureError(
@@ -243,11 +239,7 @@ def _add_special(writer: Any, folder: Path, config: Mapping[str, Any], tokens: M
 
 
 def _ends(folder: Path, config: Mapping[str, Any], tokens: Mapping[int, str]) -> list[int]:
-    """Return the tokens at which transformers stops: those of generation_config.json, or else of config.json.
-
-    Raises:
-        ArchitectureError: there are more than GGUF has names for.
-    """
+    """Return the tokens at which transformers stops: those of generation_config.json, or else of config.json."""
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     found = generation.get("eos_token_id")
@@ -262,11 +254,7 @@ def _ends(folder: Path, config: Mapping[str, Any], tokens: Mapping[int, str]) ->
 
 
 def _cut(told: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json.
-
-    Raises:
-        ArchitectureError: the tokenizer is of another kind.
-    """
+    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json."""
     steps = told.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
     ends_in_bytes = bool(steps) and steps[-1].get("type") == "ByteLevel" and not steps[-1].get("add_prefix_space")

@@ -136,10 +136,7 @@ class Reunion:
     def _has_said_all(self, visitor: socket.socket) -> bool:
         """Read what the visitor has sent. Returns True when its greeting is complete.
 
-        Raises:
-            OSError: nothing has arrived (BlockingIOError), or the visitor is gone.
-            ValueError: it sent something else.
-        """
+        Raises OSError if nothing has arrived, or the visitor is gone, ValueError if it sent something else."""
         if self._memory_fd < 0:
             data, fds, _, _ = socket.recv_fds(visitor, 1, 1)
             if not data or len(fds) != 1:

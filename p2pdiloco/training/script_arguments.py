@@ -356,11 +356,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _refuse_copies(given: Any) -> None:
-    """Refuse an optimizer that keeps copies of the parameters and writes them back (``COPIES``).
-
-    Raises:
-        DiLoCoError: it is one, also inside of wrappers.
-    """
+    """Refuse an optimizer that keeps copies of the parameters and writes them back (``COPIES``), also in wrappers."""
     while given is not None:
         for kind in type(given).__mro__:
             if why := next((why for name, why in COPIES.items() if kind.__name__.startswith(name)), ""):
@@ -372,11 +368,8 @@ def _refuse_copies(given: Any) -> None:
 
 
 def _refuse_unreachable_copies(given: Any) -> None:
-    """Refuse an optimizer, or a model, whose library trains copies of the parameters that p2pdiloco cannot change.
-
-    Raises:
-        DiLoCoError: it is one, also inside of wrappers such as accelerate's.
-    """
+    """Refuse an optimizer, or a model, whose library trains copies of the parameters that p2pdiloco cannot change. It
+    may be inside of wrappers."""
     for _ in range(4):
         for kind in type(given).__mro__:
             if kind.__module__.startswith("deepspeed.runtime.") and "Optimizer" in kind.__name__:

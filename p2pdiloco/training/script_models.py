@@ -432,11 +432,7 @@ def _check_complete(absent: set[str], kind: Any, folder: Path, trained: int) -> 
 
 @torch.no_grad()
 def _copy(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: Any) -> None:
-    """Copy the trained tensors and the buffers into the model.
-
-    Raises:
-        ArchitectureError: one of the model's buffers is not among them.
-    """
+    """Copy the trained tensors and the buffers into the model, which must have no other buffers."""
     if lacking := describe_lacking_buffers(model, buffers):
         raise ArchitectureError(f"{lacking}. {BY_HAND}")
     own = dict(model.named_parameters())

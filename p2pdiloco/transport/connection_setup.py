@@ -526,10 +526,7 @@ class ConnectionSetup:
     async def _shake_hands(self, channel: Channel, raw: socket.socket) -> PeerId:
         """Do TLS and the handshake on ``raw``. The endpoint has the deadline.
 
-        Raises:
-            OSError: TLS failed, or the connection was lost or closed.
-            HandshakeError: the other side has not proved itself.
-        """
+        Raises OSError if TLS failed or the connection was lost, HandshakeError if the other side proved nothing."""
         loop = asyncio.get_running_loop()
         context = self._tls.server if channel.connection.role is Role.LISTENER else self._tls.client
         making = (
