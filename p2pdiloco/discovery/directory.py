@@ -35,6 +35,7 @@ from p2pdiloco.discovery.p2pd import (
     CALL_S,
     CLIENT,
     SILENT,
+    STARTUP_S,
     UNREACHABLE,
     DirectoryError,
     P2pdProcess,
@@ -327,7 +328,6 @@ class Directory:
         announce: list[str],
         initial_peers: list[str],
         cache_path: Path | None = None,
-        startup_timeout_s: float = 15.0,
         patience_s: float = 0.0,
         narrow_paths: NarrowPaths | None = None,
         lan_run: RunId | None = None,
@@ -336,13 +336,11 @@ class Directory:
         self._patience_s = patience_s
         self._initial_peers = list(initial_peers)
         self._cache_path = cache_path
-        self._startup_timeout_s = startup_timeout_s
         self.narrow_paths = narrow_paths or NarrowPaths()
         self._daemon = P2pdProcess(
             identity,
             listen=listen,
             announce=announce,
-            startup_timeout_s=startup_timeout_s,
             narrow_paths=self.narrow_paths,
         )
         self._book = AddressBook()
@@ -380,7 +378,7 @@ class Directory:
             await asyncio.to_thread(self._book.load, self._cache_path)
         await asyncio.to_thread(self.narrow_paths.load)
         try:
-            async with asyncio.timeout(self._startup_timeout_s + 3 * CONNECT_S + CALL_S):
+            async with asyncio.timeout(STARTUP_S + 3 * CONNECT_S + CALL_S):
                 await self._daemon.start()
                 await self._tasks.__aenter__()
                 if self._lan is not None:
@@ -388,7 +386,7 @@ class Directory:
                 answered, refusal = await self._connect_to_known()
         except TimeoutError:
             await self._stop()
-            raise DirectoryError(f"the directory did not start within {self._startup_timeout_s:g} s") from None
+            raise DirectoryError(f"the directory did not start within {STARTUP_S:g} s") from None
         except BaseException:
             await self._stop()
             raise
@@ -602,7 +600,7 @@ class Directory:
             await self._daemon.start()
             reasons = await self._connect_to_some(candidates, by_detour=True)
         answered = [peer for peer, reason in reasons.items() if reason is None]
-        if answered and not self.narrow_paths.is_everywhere and all(map(self._daemon.is_detoured, answered)):
+        if answered and not self.narrow_paths.is_everywhere and self._daemon.detoured.issuperset(answered):
             self.narrow_paths.add(EVERYWHERE)  # nobody answers without: the tunnel is on this side
         for peer, reason in reasons.items():
             if reason != LATE:  # a late peer may still answer, so it is not recorded as silent
@@ -730,10 +728,12 @@ class Directory:
                 log.error("the libp2p daemon died; restarting it")
             await self._daemon.stop()
             try:
-                async with asyncio.timeout(self._startup_timeout_s + CONNECT_S):
+                async with asyncio.timeout(STARTUP_S + CONNECT_S):
                     await self._daemon.start()
                 await asyncio.gather(*(self._connect(peer) for peer in self._peers_to_ping()))
-                await self._publish_again()
+                for envelope in self._records.own(CLOCK.now()):
+                    with suppress(DirectoryError):
+                        await self._store(envelope)
                 backoff.reset()
                 self.troubles.pop(RESTARTING, None)
             except Exception as error:  # noqa: BLE001 (the top of a task: any error leads to another attempt)
@@ -743,11 +743,6 @@ class Directory:
                 self.troubles[RESTARTING] = f"this peer's node of the directory does not start, trying again: {reason}"
                 await self._daemon.stop()
                 await asyncio.sleep(pause_s)
-
-    async def _publish_again(self) -> None:
-        for envelope in self._records.own(CLOCK.now()):
-            with suppress(DirectoryError):
-                await self._store(envelope)
 
     async def _keep_connected(self) -> None:
         rounds = clocks_at = 0
@@ -772,7 +767,8 @@ class Directory:
         if not self._daemon.is_up:
             return
         try:
-            await self._remember_connected()
+            for peer, where in (await self._daemon.connected_peers()).items():
+                self._book.add(peer, [] if self._book.addresses_of(peer) else where)
             if self._daemon.is_broken:
                 raise DirectoryError("the channel to p2pd broke")
             self._silent_rounds = 0
@@ -798,10 +794,6 @@ class Directory:
         for waiting in (self._answered, self._lan_answered):
             if reason is None and waiting is not None and not waiting.done():
                 waiting.set_result(peer)
-
-    async def _remember_connected(self) -> None:
-        for peer, where in (await self._daemon.connected_peers()).items():
-            self._book.add(peer, [] if self._book.addresses_of(peer) else where)
 
     def _peers_to_ping(self) -> list[PeerId]:
         """Return the initial peers, and up to KEPT_PEERS of the others, which take turns."""

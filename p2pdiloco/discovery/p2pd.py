@@ -59,6 +59,7 @@ Result = TypeVar("Result")
 # Deadline of a read or a write among near nodes; far ones have CALL_ROUND_TRIPS more. A search takes some three rounds
 # of calls, and each call opens a stream.
 CALL_S, CALL_ROUND_TRIPS = 5.0, 12
+STARTUP_S = 15.0
 # Reasons why a node was not reached, as ``connect`` returns them.
 CLIENT = "it answers, but only asks the directory, and others cannot reach it"
 UNREACHABLE = "no connection"
@@ -87,23 +88,22 @@ class P2pdProcess:
         *,
         listen: list[str],
         announce: list[str],
-        startup_timeout_s: float,
         narrow_paths: NarrowPaths,
     ) -> None:
         self._identity = identity
         self._listen = [str(addresses.parse(text)) for text in listen]
         self._announce = [str(addresses.parse(text)) for text in announce]
-        self._startup_timeout_s = startup_timeout_s
         self._validator = SignedRecords()
-        self._is_serving = True
+        # True unless this node is a client of the DHT.
+        self.is_serving = True
         self._sockets: SocketFolder | None = None
         self._p2p: Any = None
         self._node: Any = None
         self._deadlines = CallDeadlines()
         self._narrow_paths = narrow_paths
         self._detours: Detours | None = None
-        # Nodes that were connected by a detour.
-        self._detoured: set[PeerId] = set()
+        # Nodes that were connected by a detour, because their paths lose long packets.
+        self.detoured: set[PeerId] = set()
         # Multiaddrs with this peer's id; loopback addresses come last.
         self.visible: list[str] = []
 
@@ -144,7 +144,7 @@ class P2pdProcess:
                     announce_maddrs=self._announce or None,
                     identity_path=str(identity_path),
                     check_if_identity_free=False,
-                    startup_timeout=self._startup_timeout_s,
+                    startup_timeout=STARTUP_S,
                     nat_port_map=False,
                     auto_nat=False,
                     use_relay=False,
@@ -171,7 +171,7 @@ class P2pdProcess:
             cache_on_store=False,
         )
         self._node.set_deadlines(self._deadlines)
-        if not self._is_serving:
+        if not self.is_serving:
             self.stop_serving()
         found = [str(text) for text in await self._p2p.get_visible_maddrs(latest=True)]
         self.visible = sorted(found, key=is_loopback)
@@ -209,7 +209,7 @@ class P2pdProcess:
         if self._detours is not None:
             await self._detours.__aexit__(None, None, None)
             self._detours = None
-        self._detoured.clear()
+        self.detoured.clear()
         if self._sockets is not None:
             await asyncio.to_thread(self._sockets.remove)
             self._sockets = None
@@ -231,23 +231,14 @@ class P2pdProcess:
         """True if hivemind's control channel to p2pd, which carries all calls, is closed."""
         return self._p2p is not None and any(task.done() for task in channel_tasks(self._p2p))
 
-    def is_detoured(self, peer: PeerId) -> bool:
-        """Return whether ``peer`` was connected by a detour, because its path loses long packets."""
-        return peer in self._detoured
-
     def kill(self) -> None:
         """Kill a p2pd that does not answer."""
         if self._p2p is not None and self._p2p._child.returncode is None:
             self._p2p._child.kill()
 
-    @property
-    def is_serving(self) -> bool:
-        """True unless this node is a client of the DHT."""
-        return self._is_serving
-
     def stop_serving(self) -> None:
         """Become a client of the DHT: store no keys for others from now on, also after a restart."""
-        self._is_serving = False
+        self.is_serving = False
         if self._node is not None:
             self._node.protocol.client_mode = True
             self._node.protocol.node_info = dht_pb2.NodeInfo()
@@ -317,13 +308,13 @@ class P2pdProcess:
         may still know the direct address then, and be faster there, so that it stays silent. With ``by_detour``,
         nothing else is tried: for a daemon that was just started, and knows no address.
         """
-        is_narrow = peer in self._detoured or any(_host(text) in self._narrow_paths for text in where)
+        is_narrow = peer in self.detoured or any(_host(text) in self._narrow_paths for text in where)
         silent_s = min(timeout_s, SILENT_S + CALL_ROUND_TRIPS * self._deadlines.typical_s)
         if not is_narrow and not by_detour:
             reason = await self._connect(peer, where, timeout_s, silent_s)
             if reason is None or not reason.startswith(SILENT) or not where or all(map(is_loopback, where)):
                 return reason
-        if peer not in self._detoured and self._p2p is not None:
+        if peer not in self.detoured and self._p2p is not None:
             with suppress(DirectoryError):
                 await self.call(lambda: self._p2p._client.disconnect(PeerID.from_base58(peer)), "disconnecting")
         try:
@@ -335,13 +326,13 @@ class P2pdProcess:
         began = asyncio.get_running_loop().time()
         reason = await self._connect(peer, ways, timeout_s, timeout_s if by_detour or is_narrow else silent_s)
         is_quick = asyncio.get_running_loop().time() - began < SILENT_S  # else its process may have hung before
-        if reason is None and peer not in self._detoured:
-            self._detoured.add(peer)
+        if reason is None and peer not in self.detoured:
+            self.detoured.add(peer)
             if is_quick and not is_narrow:
                 log.warning("the path loses long packets; the directory uses short segments", peer=peer)
                 self._narrow_paths.add(_host(where[0]))
         if reason is not None:
-            self._detoured.discard(peer)
+            self.detoured.discard(peer)
         return reason
 
     async def _connect(self, peer: PeerId, where: Sequence[str], timeout_s: float, silent_s: float) -> str | None:

@@ -66,7 +66,6 @@ def member(
         announce=[],
         initial_peers=list(initial_peers),
         cache_path=cache,
-        startup_timeout_s=10.0,
         patience_s=patience_s,
     )
 
