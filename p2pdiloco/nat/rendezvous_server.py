@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from msgspec import Struct
+
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
 from p2pdiloco.net.abuse_limits import Room, machine_of
@@ -197,13 +199,12 @@ DIALS_AT_ONCE = 16
 BEGINNING = 96
 
 
-class _Line:
-    def __init__(self, raw: socket.socket) -> None:
-        self.raw = raw
-        self.reading: asyncio.Future[bytes] | None = None
-        self.is_over = False
-        # The task that relays the pair, if it is relayed.
-        self.carried: asyncio.Task[None] | None = None
+class _Line(Struct, eq=False):
+    raw: socket.socket
+    reading: asyncio.Future[bytes] | None = None
+    is_over: bool = False
+    carried: asyncio.Task[None] | None = None
+    """The task that relays the pair, if it is relayed."""
 
 
 class RendezvousServer:

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from msgspec import Struct
+
 from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
 from p2pdiloco.net.traffic_shaping import Pacer
 
@@ -37,21 +39,18 @@ SLICE_S = 0.004
 SLICE_LEAST, SLICE_MOST = 16 << 10, 1 << 20
 
 
-class Account:
+class Account(Struct, eq=False):
     """Account of one connection's sender.
 
     The endpoint keeps ``received``, ``demand``, ``untaken`` and ``round_trip_s`` up to date.
     """
 
-    __slots__ = ("demand", "granted", "peer", "received", "round_trip_s", "untaken")
-
-    def __init__(self, peer: Hashable) -> None:
-        self.peer = peer
-        self.granted = FIRST_CREDIT
-        self.received = 0
-        self.demand = 0
-        self.untaken = 0
-        self.round_trip_s = 0.0
+    peer: Hashable
+    granted: int = FIRST_CREDIT
+    received: int = 0
+    demand: int = 0
+    untaken: int = 0
+    round_trip_s: float = 0.0
 
     @property
     def coming(self) -> int:
@@ -157,14 +156,11 @@ class Granter:
         return min(self._window_bytes, max(FIRST_CREDIT, self._total_bytes // max(1, sharers)))
 
 
-class Spending:
+class Spending(Struct, eq=False):
     """Sender's side of one connection: the bytes that it may still send."""
 
-    __slots__ = ("granted", "sent")
-
-    def __init__(self) -> None:
-        self.granted = FIRST_CREDIT
-        self.sent = 0
+    granted: int = FIRST_CREDIT
+    sent: int = 0
 
     @property
     def left(self) -> int:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from msgspec import Struct
+
 from p2pdiloco.net.frames import OPEN_STREAMS_LIMIT, FrameError, Part, Start, Use
 from p2pdiloco.net.send_queue import SendQueue
 
@@ -42,39 +44,20 @@ class Piece(NamedTuple):
     priority: float
 
 
-class _Outgoing:
+class _Outgoing(Struct, eq=False):
     """A payload with unacknowledged parts."""
 
-    __slots__ = (
-        "body",
-        "is_known",
-        "number",
-        "payload",
-        "priority",
-        "request",
-        "todo",
-        "topic",
-        "unacknowledged",
-        "use",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        use: Use,
-        request: int,
-        body: bytes,
-        payload: memoryview,
-        priority: float,
-        topic: Hashable | None,
-    ) -> None:
-        self.number, self.use, self.request = number, use, request
-        self.body, self.payload, self.priority = body, payload, priority
-        self.todo = deque(range(0, len(payload), PART_BYTES))
-        self.unacknowledged = set(self.todo)
-        self.topic = topic
-        self.is_known = False
-        """Whether a lane was given a part of it."""
+    number: int
+    use: Use
+    request: int
+    body: bytes
+    payload: memoryview
+    priority: float
+    topic: Hashable | None
+    todo: deque[int]
+    unacknowledged: set[int]
+    is_known: bool = False
+    """Whether a lane was given a part of it."""
 
     @property
     def is_begun(self) -> bool:
@@ -129,7 +112,10 @@ class Splitter(Generic[LaneName]):
         number = self._next_number
         self._next_number += 1
         self._held_bytes += len(payload)
-        self._payloads[number] = _Outgoing(number, use, request, body, payload, priority, topic)
+        parts = range(0, len(payload), PART_BYTES)
+        self._payloads[number] = _Outgoing(
+            number, use, request, body, payload, priority, topic, deque(parts), set(parts)
+        )
         return True
 
     def next(self, lane: LaneName) -> Piece | None:
@@ -219,15 +205,14 @@ class Whole(NamedTuple):
     payload: memoryview
 
 
-class _Incoming:
+class _Incoming(Struct, eq=False):
     """A payload with parts that have not arrived yet."""
 
-    __slots__ = ("body", "done", "filled", "payload", "start")
-
-    def __init__(self, start: Start, body: Any, payload: memoryview) -> None:
-        self.start, self.body, self.payload = start, body, payload
-        self.done: set[int] = set()
-        self.filled = 0
+    start: Start
+    body: Any
+    payload: memoryview
+    done: set[int] = set()
+    filled: int = 0
 
 
 class Reassembler:

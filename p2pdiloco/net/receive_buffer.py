@@ -72,16 +72,13 @@ class Aborted(Struct, frozen=True):
 Event = Frame | Begun | Completed | Aborted
 
 
-class _Stream:
+class _Stream(Struct, eq=False):
     """A stream that is being received. ``payload`` is None while it has no place."""
 
-    __slots__ = ("body", "filled", "payload", "start")
-
-    def __init__(self, start: Start) -> None:
-        self.start = start
-        self.body: Any = None
-        self.payload: memoryview | None = None
-        self.filled = 0
+    start: Start
+    body: Any = None
+    payload: memoryview | None = None
+    filled: int = 0
 
 
 class ReceiveBuffer:

@@ -22,6 +22,8 @@ from collections.abc import Hashable
 from operator import attrgetter
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from p2pdiloco.net.frames import (
     CHUNK_LIMIT,
     OPEN_STREAMS_LIMIT,
@@ -52,26 +54,19 @@ class Slice(NamedTuple):
     chunk: memoryview
 
 
-class _Stream:
+class _Stream(Struct, eq=False):
     """An outgoing stream."""
 
-    __slots__ = ("is_announced", "number", "payload", "priority", "sent", "start", "start_frame", "topic", "urgency")
-
-    def __init__(
-        self,
-        number: int,
-        start: Start,
-        start_frame: bytes,
-        payload: memoryview,
-        priority: float,
-        topic: Hashable | None,
-    ) -> None:
-        self.number, self.start, self.start_frame = number, start, start_frame
-        self.payload, self.priority, self.topic = payload, priority, topic
-        self.sent = 0
-        self.urgency = (priority, 0)
-        """Sort key, lowest first: the priority, and the number of the last turn."""
-        self.is_announced = False
+    number: int
+    start: Start
+    start_frame: bytes
+    payload: memoryview
+    priority: float
+    topic: Hashable | None
+    urgency: tuple[float, int]
+    """Sort key, lowest first: the priority, and the number of the last turn."""
+    sent: int = 0
+    is_announced: bool = False
 
     @property
     def bytes_left(self) -> int:
@@ -153,7 +148,7 @@ class SendQueue:
             return None
         if replaced is not None:
             self.cancel(replaced.number)
-        stream = _Stream(number, start, frame, payload, priority, topic)
+        stream = _Stream(number, start, frame, payload, priority, topic, (priority, 0))
         heapq.heappush(self._waiting, (priority, next(self._counter), stream))
         self._streams[number] = stream
         if topic is not None:

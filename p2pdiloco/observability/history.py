@@ -135,15 +135,12 @@ MEMBERSHIP_EVENTS = ("joined", "left")
 QUIET_S = 30.0
 
 
-class _Given:
+class _Given(msgspec.Struct):
     """Contributions of one peer."""
 
-    __slots__ = ("commits", "merged", "seen")
-
-    def __init__(self) -> None:
-        self.merged = 0.0
-        self.commits = 0
-        self.seen = 0.0
+    merged: float = 0.0
+    commits: int = 0
+    seen: float = 0.0
 
 
 class RunHistory:

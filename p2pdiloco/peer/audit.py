@@ -21,6 +21,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from p2pdiloco.codec import agreement, bitrate_ladder, compression, merge, quantization
 from p2pdiloco.codec.formats import FORMATS, Recipe
@@ -164,24 +165,23 @@ PROMPT_S = 1.0
 SPILL_BYTES, MEMORY_BYTES = 256 << 20, 512 << 20
 
 
-class _Case:
+class _Case(Struct, eq=False):
     """The collection of one commit's payloads, from ``began`` to ``until`` at the latest.
 
     ``answer_s``: for how long each payload may be waited for, besides the time in which it comes.
     """
 
-    def __init__(self, began: float, until: float, answer_s: float) -> None:
-        self.answer_s = answer_s
-        self.began = began
-        self.until = until
-        # Peers that did not answer, or sent something else. They are not asked again.
-        self.failed: set[PeerId] = set()
-        # Peers that said at once (``PROMPT_S``) that they do not have a payload.
-        self.refused: set[PeerId] = set()
-        # This peer cannot make the merge again, whatever others send.
-        self.is_given_up = False
-        # Payloads that came for this case.
-        self.fetched: list[Held] = []
+    began: float
+    until: float
+    answer_s: float
+    failed: set[PeerId] = set()
+    """Peers that did not answer, or sent something else. They are not asked again."""
+    refused: set[PeerId] = set()
+    """Peers that said at once (``PROMPT_S``) that they do not have a payload."""
+    is_given_up: bool = False
+    """This peer cannot make the merge again, whatever others send."""
+    fetched: list[Held] = []
+    """Payloads that came for this case."""
 
 
 class Auditor:

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from p2pdiloco.protocol.ids import PeerId, ShardId
 
 # Longer than a round trip on nearly any path, plus the time that a busy donor needs to react.
@@ -46,30 +48,24 @@ class Ask(NamedTuple):
     donor: PeerId
 
 
-class _Donor:
+class _Donor(Struct, eq=False):
     """State of one donor."""
 
-    __slots__ = ("asked", "last_at", "rate")
-
-    def __init__(self) -> None:
-        self.rate: float | None = None
-        # Time of the last delivery from this donor.
-        self.last_at = float("-inf")
-        # Outstanding requests with the time of each, oldest first.
-        self.asked: dict[Piece, float] = {}
+    rate: float | None = None
+    last_at: float = float("-inf")
+    """Time of the last delivery from this donor."""
+    asked: dict[Piece, float] = {}
+    """Outstanding requests with the time of each, oldest first."""
 
 
-class _Shard:
+class _Shard(Struct, eq=False):
     """One shard that is being fetched."""
 
-    __slots__ = ("offered_by", "sizes", "unable", "wanted")
-
-    def __init__(self, sizes: Sequence[int], offered_by: PeerId) -> None:
-        self.sizes = sizes
-        # Chunks that have not arrived, in order.
-        self.wanted = dict.fromkeys(range(len(sizes)))
-        self.offered_by = offered_by
-        self.unable: set[PeerId] = set()
+    sizes: Sequence[int]
+    offered_by: PeerId
+    wanted: dict[int, None]
+    """Chunks that have not arrived, in order."""
+    unable: set[PeerId] = set()
 
 
 class ChunkPlan:
@@ -91,7 +87,7 @@ class ChunkPlan:
     def begin(self, shard: ShardId, sizes: Sequence[int], offered_by: PeerId) -> None:
         """Start fetching all chunks of ``shard``; ``sizes`` are their bytes. The peer ``offered_by`` keeps a copy for
         us."""
-        self._shards[shard] = _Shard(sizes, offered_by)
+        self._shards[shard] = _Shard(sizes, offered_by, dict.fromkeys(range(len(sizes))))
 
     def end(self, shard: ShardId) -> list[Ask]:
         """Stop fetching ``shard``; return the requests to cancel."""

@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+from msgspec import Struct
+
 from p2pdiloco.peer.checkpoint import LEARNER
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Host, LearnerLife, within
@@ -120,20 +122,19 @@ MOST_NAMED = 8
 MISUSED = 2
 
 
-class SupervisedLearner:
+class SupervisedLearner(Struct, eq=False):
     """One learner process, as its node sees it."""
 
-    def __init__(self, learner: LearnerId, snapshots: Snapshots) -> None:
-        self.learner = learner
-        self.snapshots = snapshots
-        # None before the process has started, and after it has ended.
-        self.process: LearnerLife | None = None
-        self.is_ready = False
-        # True once the node has begun to send it the global parameters.
-        self.is_given = False
-        # True once it has received all of them.
-        self.is_loaded = False
-        self.has_blocks = False
+    learner: LearnerId
+    snapshots: Snapshots
+    process: LearnerLife | None = None
+    """None before the process has started, and after it has ended."""
+    is_ready: bool = False
+    is_given: bool = False
+    """True once the node has begun to send it the global parameters."""
+    is_loaded: bool = False
+    """True once it has received all of them."""
+    has_blocks: bool = False
 
 
 class LearnerSupervisor:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 
+import msgspec
+
 from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.host import Disk
 from p2pdiloco.peer.learner_updates import Moves, Payload
@@ -62,18 +64,15 @@ SWEPT_AT_ONCE = 8
 Keep = Callable[[], None]
 
 
-class ShardPayloads:
+class ShardPayloads(msgspec.Struct, eq=False):
     """The payloads, proofs and digests of one shard."""
 
-    __slots__ = ("digests", "payloads", "proofs")
-
-    def __init__(self) -> None:
-        # Oldest first.
-        self.payloads: dict[Digest, Held] = {}
-        # Commits of the log and of the head, by ID, with their owners' signatures.
-        self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
-        # Chunk digests of the commits' results, by ``result``.
-        self.digests: dict[Digest, bytes] = {}
+    payloads: dict[Digest, Held] = {}
+    """Oldest first."""
+    proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
+    """Commits of the log and of the head, by ID, with their owners' signatures."""
+    digests: dict[Digest, bytes] = {}
+    """Chunk digests of the commits' results, by ``result``."""
 
     def size_of(self, payload: Digest) -> int:
         """Return a payload's size in bytes; 0 if it is not here."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, ItemsView, Iterator
 
+from msgspec import Struct, field
+
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.timing import Backoff
 from p2pdiloco.wire.directory_records import PeerRecord
@@ -23,42 +25,27 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 30.0
 DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
 
 
-class KnownPeer:
+class KnownPeer(Struct, eq=False):
     """One known peer and the state of dialling it. Times are those of the event loop."""
 
-    __slots__ = (
-        "dials",
-        "direct_looks",
-        "is_dialling",
-        "is_first_hand",
-        "left_s",
-        "next_dial_at",
-        "next_direct_at",
-        "reached_at",
-        "record",
-        "refusals",
-        "since",
-    )
-
-    def __init__(self, since: float) -> None:
-        self.record = PeerRecord(())
-        # Time at which it became known, or at which its last connection was lost.
-        self.since = since
-        self.next_dial_at = since
-        # Time of the last successful dial.
-        self.reached_at = float("-inf")
-        # Pauses between dials; it also counts consecutive failed dials (``failures``).
-        self.dials = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        # Number of dials that were refused, or answered by another peer.
-        self.refusals = 0
-        self.is_dialling = False
-        # Time of its graceful leave, by the directory's clock; None: it has not left, or has come back.
-        self.left_s: float | None = None
-        # True if the peer itself sent the record over a connection that is still open.
-        self.is_first_hand = False
-        # Time of the next attempt to replace its relayed connection by a direct one.
-        self.next_direct_at: float | None = None
-        self.direct_looks = Backoff(DIRECT_S, DIRECT_MOST_S)
+    since: float
+    """Time at which it became known, or at which its last connection was lost."""
+    next_dial_at: float
+    record: PeerRecord = PeerRecord(())
+    reached_at: float = float("-inf")
+    """Time of the last successful dial."""
+    dials: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S))
+    """Pauses between dials; it also counts consecutive failed dials (``failures``)."""
+    refusals: int = 0
+    """Number of dials that were refused, or answered by another peer."""
+    is_dialling: bool = False
+    left_s: float | None = None
+    """Time of its graceful leave, by the directory's clock; None: it has not left, or has come back."""
+    is_first_hand: bool = False
+    """True if the peer itself sent the record over a connection that is still open."""
+    next_direct_at: float | None = None
+    """Time of the next attempt to replace its relayed connection by a direct one."""
+    direct_looks: Backoff = field(default_factory=lambda: Backoff(DIRECT_S, DIRECT_MOST_S))
 
 
 class KnownPeers:
@@ -105,7 +92,8 @@ class KnownPeers:
         if known is None:
             if not self.free_places:
                 return False
-            known = self._known[peer] = KnownPeer(now if since is None else since)
+            since = now if since is None else since
+            known = self._known[peer] = KnownPeer(since, next_dial_at=since)
         if known.left_s is not None and record.began_s <= known.left_s:
             return False  # a record of the incarnation that has left
         is_back, known.left_s = known.left_s is not None, None

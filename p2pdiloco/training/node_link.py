@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, assert_never
 
 import torch
+from msgspec import Struct
 from torch import Tensor
 
 from p2pdiloco.protocol.data_blocks import Block
@@ -192,15 +193,14 @@ class NodeEnd(NamedTuple):
     channel: Channel | RankGroupChannel
 
 
-class Counts:
+class Counts(Struct):
     """Counters of a learner."""
 
-    def __init__(self) -> None:
-        self.global_step = 0
-        self.steps = 0
-        self.tokens = 0
-        # Seconds between steps since the last ``Progress``.
-        self.overhead_s = 0.0
+    global_step: int = 0
+    steps: int = 0
+    tokens: int = 0
+    overhead_s: float = 0.0
+    """Seconds between steps since the last ``Progress``."""
 
 
 class NodeLink:

@@ -145,15 +145,14 @@ class Met(NamedTuple):
     is_relayed: bool
 
 
-class PendingSocket:
+class PendingSocket(msgspec.Struct, eq=False):
     """An accepted socket whose peer has not proved its identity."""
 
-    def __init__(self, raw: socket.socket, host: str, since: float) -> None:
-        self.raw = raw
-        self.host = host
-        self.since = since
-        self.wanted_bytes = 0
-        """The kernel reports this socket once so many bytes have arrived; 0: the socket is not watched."""
+    raw: socket.socket
+    host: str
+    since: float
+    wanted_bytes: int = 0
+    """The kernel reports this socket once so many bytes have arrived; 0: the socket is not watched."""
 
 
 class HandshakePool:
