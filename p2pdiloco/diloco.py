@@ -389,8 +389,11 @@ class DiLoCo(SwarmView):
             if island is None:
                 flat = FlatParameters(self._named, manifest.tensors, layout)
             else:
-                flat = island.parameters(self._named, manifest.tensors, layout)
-                new_node, back = island.new_node(new_node), island.search(back)
+                from p2pdiloco.training import multi_rank
+
+                flat = multi_rank.RankGroupParameters(self._named, manifest.tensors, layout, island)
+                new_node = multi_rank.RankGroupNewNode(island, new_node)
+                back = multi_rank.RankGroupNodeSearch(island, back)
             assert new_node is not None
             vectors, channel = new_node.attach(layout)
         except ValueError as error:

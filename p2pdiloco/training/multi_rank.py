@@ -17,14 +17,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from p2pdiloco.protocol.ids import FragmentId, ShardId
+from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.node_link import NewNode, NodeSearch
@@ -47,24 +47,6 @@ class RankGroup:
             ranks, timeout=timedelta(seconds=patience_s), backend="gloo", use_local_synchronization=True
         )
         self.is_leader = dist.get_rank() == self._leader
-
-    def new_node(self, own: NewNode | None) -> RankGroupNewNode:
-        """Return all ranks' view of a node that has come; ``own`` is the leader's, the others pass None."""
-        return RankGroupNewNode(self, own)
-
-    def search(self, own: NodeSearch | None) -> RankGroupNodeSearch:
-        """Return all ranks' view of the wait for the next node; ``own`` is the leader's, the others pass None."""
-        return RankGroupNodeSearch(self, own)
-
-    def parameters(
-        self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout
-    ) -> RankGroupParameters:
-        """Return all ranks' parameters as the flat vector.
-
-        Raises:
-            ValueError: the parameters are not the tensors of the manifest.
-        """
-        return RankGroupParameters(named, tensors, layout, self)
 
     def gather(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """Return the full parameters, float32, at the leader; an empty list at the others."""
@@ -212,11 +194,13 @@ class RankGroupNewNode:
         return vectors, RankGroupChannel(self._ranks, channel)
 
 
-class _Part:
+class _Part(NamedTuple):
     """Elements ``first`` to ``last`` of one parameter, which lie at ``start`` to ``stop`` of the flat vector."""
 
-    def __init__(self, first: int, last: int, start: int, stop: int) -> None:
-        self.first, self.last, self.start, self.stop = first, last, start, stop
+    first: int
+    last: int
+    start: int
+    stop: int
 
 
 class RankGroupParameters:
@@ -245,10 +229,6 @@ class RankGroupParameters:
                 if start < stop:
                     parts.append((index, _Part(start - at, stop - at, start, stop)))
             self._shards.append(parts)
-
-    def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
-        """Return the shards of ``fragment``."""
-        return self.layout.fragments[fragment]
 
     def pin(self, vectors: Sequence[Tensor]) -> None:
         """Do nothing: copies of a rank group are not page-locked."""

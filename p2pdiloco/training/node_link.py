@@ -396,7 +396,7 @@ class NodeLink:
                 self._tell_health(self._health.doubted(self._doubt()))
                 self._pin("snapshot", at)
                 answer = Snapshotted(fragment=fragment, step=step, steps=self.counts.steps, tokens=self.counts.tokens)
-                snapshot, shards = self._node.vectors.snapshot, self._flat.of_fragment(fragment)
+                snapshot, shards = self._node.vectors.snapshot, self._flat.layout.fragments[fragment]
                 self._copies[fragment] = self._parts(snapshot, shards, at)
                 self._answer(answer, self._flat.copy_to(snapshot, shards, at))
             case _:

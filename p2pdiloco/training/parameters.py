@@ -25,7 +25,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from p2pdiloco.protocol.ids import Digest, FragmentId, RunId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.cuda_copies import CudaCopies, Finished
 from p2pdiloco.util.files import open_regular, read_regular, write_atomically
@@ -84,31 +84,30 @@ class FlatParameters:
         # All shards, for ``copy_from`` and ``copy_to``.
         self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
 
-    @torch.no_grad()
     def copy_from(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
         """Set the parameters of these shards to ``vector``. ``at``: see ``moves``.
 
         ``vector`` may be changed again when the returned function says that the copy has ended (None: at once).
         """
-        pairs = self._pairs(vector, shards, at)
-        if self._side is None:
-            for view, part in pairs:
-                view.copy_(part)
-            return None
-        return self._side.to_device(pairs, Tensor.copy_)
+        return self._take(vector, shards, at, Tensor.copy_)
 
-    @torch.no_grad()
     def add_from(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
         """Add ``vector`` to the parameters of these shards. ``at``: see ``moves``.
 
         ``vector`` may be changed again when the returned function says that the copy has ended (None: at once).
         """
+        return self._take(vector, shards, at, Tensor.add_)
+
+    @torch.no_grad()
+    def _take(
+        self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int], change: Callable[[Tensor, Tensor], object]
+    ) -> Finished | None:
         pairs = self._pairs(vector, shards, at)
-        if self._side is None:
-            for view, part in pairs:
-                view.add_(part.to(view.device))
-            return None
-        return self._side.to_device(pairs, Tensor.add_)
+        if self._side is not None:
+            return self._side.to_device(pairs, change)
+        for view, part in pairs:
+            change(view, part.to(view.device))
+        return None
 
     @torch.no_grad()
     def copy_to(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
@@ -165,10 +164,6 @@ class FlatParameters:
         if self._side is not None:
             for vector in vectors:
                 self._side.unpin(vector)
-
-    def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
-        """Return the shards of ``fragment``."""
-        return self.layout.fragments[fragment]
 
     def _of(self, shards: Iterable[ShardId], at: Sequence[int]) -> Iterator[tuple[Piece, slice]]:
         """Yield the shards' pieces, and where each is in a vector."""

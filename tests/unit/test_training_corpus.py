@@ -402,7 +402,7 @@ def test_parameters_and_the_flat_vector_are_the_same_numbers(max_shard: int) -> 
     fresh = torch.arange(float(layout.elements))
     flat.copy_from(fresh, flat.everything)
     before = fresh.clone()
-    flat.add_from(torch.ones(layout.elements), flat.of_fragment(FragmentId(1)))
+    flat.add_from(torch.ones(layout.elements), layout.fragments[FragmentId(1)])
     flat.copy_to(fresh, flat.everything)
     touched = torch.zeros(layout.elements)
     for shard in layout.fragments[1]:

@@ -237,7 +237,7 @@ def test_what_the_node_has_said_before_it_left_is_done(bench: Bench) -> None:
     assert not bench.link.is_training
     assert bench.link.counts.global_step == 7
     for fragment in (0, 1):
-        bench.flat.copy_to(bench.vectors.snapshot, bench.flat.of_fragment(FragmentId(fragment)))
+        bench.flat.copy_to(bench.vectors.snapshot, bench.flat.layout.fragments[FragmentId(fragment)])
     assert torch.equal(bench.vectors.snapshot, torch.arange(15.0))
     assert not bench.link.boundary(), "and it stays over"
 
