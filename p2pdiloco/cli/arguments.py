@@ -88,6 +88,11 @@ def _add_run(sub: argparse._ActionsContainer, holder: str) -> None:
     )
 
 
+def _add_only_run(sub: argparse._ActionsContainer, verb: str) -> None:
+    help = f"{verb} only this run, by name or beginning of its id (default: all runs)"
+    sub.add_argument("--run", metavar="NAME", help=help)
+
+
 def _add_bootstrap(sub: argparse._ActionsContainer, text: str, default: str) -> None:
     sub.add_argument(
         "--bootstrap",
@@ -184,13 +189,14 @@ def _add_device(sub: argparse._ActionsContainer) -> None:
     )
 
 
-def _add_training_files(sub: argparse._ActionsContainer) -> None:
-    sub.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json (default: --data)")
-    sub.add_argument(
-        "--model",
-        metavar="DIR",
-        help="for runs that train adapters (LoRA): folder with the safetensors files of the base model (default: none)",
-    )
+def _add_training_files(
+    sub: argparse._ActionsContainer,
+    tokenizer: str = "folder with tokenizer.json (default: --data)",
+    model: str = "for runs that train adapters (LoRA): folder with the safetensors files of the base model (default: "
+    "none)",
+) -> None:
+    sub.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
+    sub.add_argument("--model", metavar="DIR", help=model)
 
 
 def _add_threads(sub: argparse._ActionsContainer) -> None:
@@ -419,10 +425,10 @@ def export(sub: argparse.ArgumentParser) -> None:
         "(default: safetensors for runs of training scripts, peft for other runs with adapters, else hf)",
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: the run's name)")
-    _add_model_files(
+    _add_training_files(
         sub,
-        "folder with the safetensors files that the run began with, to complete what it trained (default: none)",
         "folder with a tokenizer.json to copy into the export (default: none)",
+        "folder with the safetensors files that the run began with, to complete what it trained (default: none)",
     )
     sub.add_argument(
         "--like",
@@ -449,7 +455,7 @@ def generate(sub: argparse.ArgumentParser) -> None:
         help="sampling temperature; 0: always take the likeliest token (default: %(default)g)",
     )
     sub.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="random seed (default: %(default)s)")
-    _add_model_files(sub)
+    _add_training_files(sub, "folder with the run's tokenizer.json, for models that read tokens (default: none)")
 
 
 def evaluate(sub: argparse.ArgumentParser) -> None:
@@ -478,16 +484,6 @@ def _add_source(sub: argparse.ArgumentParser, also: str = "") -> None:
     _add_run(sub, "RUN")
 
 
-def _add_model_files(
-    sub: argparse.ArgumentParser,
-    model: str = "for runs that train adapters (LoRA): folder with the safetensors files of the base model (default: "
-    "none)",
-    tokenizer: str = "folder with the run's tokenizer.json, for models that read tokens (default: none)",
-) -> None:
-    sub.add_argument("--model", metavar="DIR", help=model)
-    sub.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
-
-
 # -- status, watch -----------------------------------------------------------------------------------------------------
 
 
@@ -498,9 +494,7 @@ def _status(sub: argparse.ArgumentParser) -> None:
         help="an invite; for open runs, the multiaddr of a directory node, with /p2p/ID; for a run on this machine, "
         "its name",
     )
-    sub.add_argument(
-        "--run", metavar="NAME", help="show only this run, by name or beginning of its id (default: all runs)"
-    )
+    _add_only_run(sub, "show")
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     _add_identity(sub)
 
@@ -601,9 +595,7 @@ def _members_ban(sub: argparse.ArgumentParser) -> None:
 
 
 def _members_list(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--run", metavar="NAME", help="show only this run, by name or beginning of its id (default: all runs)"
-    )
+    _add_only_run(sub, "show")
     sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
     sub.add_argument("--id", action="store_true", help="print only the peer id of this machine, created if missing")
     _add_identity(sub)
@@ -639,9 +631,7 @@ def demo(sub: argparse.ArgumentParser) -> None:
 
 
 def _pause(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--run", metavar="NAME", help="pause only this run, by name or beginning of its id (default: all runs)"
-    )
+    _add_only_run(sub, "pause")
     sub.add_argument("--end", action="store_true", help="end the pause")
 
 

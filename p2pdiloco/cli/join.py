@@ -7,12 +7,17 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
+from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import join
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.swarm.run_lookup import LookupFailedError
 from p2pdiloco.wire.directory_records import RunRecord
 
-prepare = peer_options.prepare
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Before there is an event loop: fork the built-in learner, if this peer trains with it."""
+    if not arguments.learner and not getattr(arguments, "follow", False):
+        learner_process.bear()
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -171,17 +171,14 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         if later and first not in ("-h", "--help", "--version"):
             top.error(f"options come after the command: p2pdiloco {later} ...")
         top.check(words)
-    elif first in COMMANDS and (part := COMMANDS[first].usual_part) and _is_left_out(words[1:]):
-        words.insert(1, part)
+    elif first in COMMANDS and (part := COMMANDS[first].usual_part):
+        second = next(iter(words[1:]), "--")
+        if second.startswith("-") and second not in ("-h", "--help"):
+            words.insert(1, part)
     _add_commands(top, COMMANDS, words)
     arguments = top.parse_args(words)
     invite_sources.resolve(arguments)
     return arguments
-
-
-def _is_left_out(words: Sequence[str]) -> bool:
-    """Return whether ``words`` neither name a part of the command nor ask for help."""
-    return not words or (words[0].startswith("-") and words[0] not in ("-h", "--help"))
 
 
 class _PrintCompletion(argparse.Action):

@@ -73,14 +73,6 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
     )
 
 
-def prepare(arguments: argparse.Namespace) -> None:
-    """Before there is an event loop: fork the built-in learner, if this peer trains with it."""
-    if not arguments.learner and not getattr(arguments, "follow", False):
-        from p2pdiloco.node import learner_process  # which others that use this module do not need
-
-        learner_process.bear()
-
-
 def open_identity(arguments: argparse.Namespace, state: Path | None = None) -> Identity:
     """The peer's key, made at the first time. ``state``: the peer's folder, if it is not --state."""
     return Identity.load_or_create(arguments.identity or (state or arguments.state) / KEY_FILE)

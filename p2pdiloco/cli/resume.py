@@ -7,9 +7,8 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.join import prepare as prepare
 from p2pdiloco.node.launcher import resume
-
-prepare = peer_options.prepare
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.join import prepare as prepare
 from p2pdiloco.node.launcher import start, start_from_script
 from p2pdiloco.node.run_creation import find_run, read_config
 from p2pdiloco.node.run_folder import NameTakenError
@@ -18,8 +19,6 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Name, RunConfig
 from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.wire.directory_records import RunRecord
-
-prepare = peer_options.prepare
 
 
 async def run(arguments: argparse.Namespace) -> int:
