@@ -13,7 +13,7 @@ Rules of this file:
 2. A problem that the user must repair (data, device, manifest) is sent to the node as ``Failed`` and ends with status
    2. A failure while training ends with status 1, and the supervisor starts a new process from the global parameters.
 3. A step that fails, or whose loss is not finite, ends the learner before it can corrupt a snapshot.
-4. Training never waits for data (``data_supply``).
+4. Training never waits for data (``DataSupply``).
 
 The manifest names the inner optimizers (``optimizers``). A new process continues with their saved state on the peer's
 disk (``optimizer_state``). Without one it warms up briefly.
@@ -35,8 +35,7 @@ from p2pdiloco.diloco import DiLoCo, DiLoCoError
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.script_node import ParentNode
 from p2pdiloco.training import NAME
-from p2pdiloco.training.corpus import load_corpus
-from p2pdiloco.training.data_supply import DataSupply
+from p2pdiloco.training.corpus import DataSupply, load_corpus
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import excerpt, given_samples, held_out_loss
 from p2pdiloco.training.learner_options import be_nice, parser_of_a_learner, setting

@@ -25,8 +25,7 @@ import torch
 from msgspec import Meta
 
 from p2pdiloco.training import learner_options
-from p2pdiloco.training.corpus import load_corpus
-from p2pdiloco.training.data_supply import DataSupply
+from p2pdiloco.training.corpus import DataSupply, load_corpus
 from p2pdiloco.training.models import build
 from p2pdiloco.training.optimizers import inner_optimizers, inner_step
 from p2pdiloco.training.thread_tuning import ThreadChoice
