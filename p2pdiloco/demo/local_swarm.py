@@ -29,6 +29,7 @@ from typing import IO, Any
 
 import psutil
 
+from p2pdiloco.observability.log_reader import LOG, Tail
 from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import make_private_folder, open_regular
 from p2pdiloco.util.process import die_with_parent
@@ -122,7 +123,7 @@ class Member:
         self.was_killed = False
         self.began_unix = time.time()
         self._clock_off_s = clock_off_s
-        self._read: dict[Path, int] = {}
+        self._tails: dict[Path, Tail] = {}
         make_private_folder(folder)
         with open(self.log_path, "ab", opener=open_regular) as log, status_pipe.opened() as (self.reports, status_fd):
             self._log_began = log.tell()
@@ -168,7 +169,7 @@ class Member:
 
     def run_folder(self) -> Path | None:
         """Return the run's folder in this peer's state folder, or None if there is none yet."""
-        found = sorted(self.folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
+        found = sorted(self.folder.glob(f"*/{LOG}"), key=lambda path: path.stat().st_mtime)
         return found[-1].parent if found else None
 
     def wait_for(self, kind: type[Message], timeout_s: float = START_S) -> Message:
@@ -194,17 +195,10 @@ class Member:
         folder = self.run_folder()
         if folder is None:
             return
-        with open(folder / "metrics.jsonl", "rb") as file:
-            if os.fstat(file.fileno()).st_size < self._read.get(folder, 0):
-                self._read[folder] = 0  # the log was rotated
-            file.seek(self._read.get(folder, 0))
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read[folder] = self._read.get(folder, 0) + len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError):  # torn by a kill or a full disk
-                event = json.loads(line)
-                self.view.apply({**event, "time": event["time"] - self._clock_off_s})
+        if folder not in self._tails:
+            self._tails[folder] = Tail(folder / LOG, from_begin=True)
+        for event in self._tails[folder].new():
+            self.view.apply({**event, "time": event["time"] - self._clock_off_s})
 
     def report(self) -> dict[str, Any] | None:
         """Return the report that it wrote at its end, or None."""
