@@ -60,11 +60,6 @@ def all_reduced_bits(training: Training) -> float:
     return training.parameters * 8 * share * (training.up_bytes + training.down_bytes)
 
 
-def starred_bits(training: Training) -> float:
-    """Return the bits that a peer exchanges with a central syncer in one exchange of the whole model, one way."""
-    return training.parameters * 8 * max(training.up_bytes, training.down_bytes)
-
-
 def data_parallel(training: Training, bits_per_s: float) -> float:
     """Return the utilisation of data parallel training, which all-reduces gradients in buckets within each step."""
     step_s, bucket_s = training.step_s, all_reduced_bits(training) / bits_per_s / BUCKETS
@@ -95,7 +90,8 @@ def streaming(training: Training, bits_per_s: float) -> float:
 
 def star(training: Training, bits_per_s: float) -> float:
     """Return the utilisation of Decoupled DiLoCo, whose central syncer has as fast a link to each learner."""
-    return _streamed(training, starred_bits(training), bits_per_s)
+    bits = training.parameters * 8 * max(training.up_bytes, training.down_bytes)  # of the whole model, one way
+    return _streamed(training, bits, bits_per_s)
 
 
 def p2pdiloco(training: Training, bits_per_s: float) -> float:

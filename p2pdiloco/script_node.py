@@ -75,14 +75,10 @@ NOBODY_THERE = 3
 _LOOK_S = 0.05
 
 
-def _is_notebook() -> bool:
-    """Return whether this process shows its output in a notebook, to the person who runs it."""
-    return "ipykernel" in sys.modules
-
-
 def _show(message: StatusMessage) -> None:
     """Print a message of the node for the script's user."""
-    shown = str(message) if sys.stderr.isatty() or _is_notebook() else message.public
+    is_notebook = "ipykernel" in sys.modules  # its output is shown to the person who runs it
+    shown = str(message) if sys.stderr.isatty() or is_notebook else message.public
     print(printable(shown, keeps="\n"), file=sys.stderr, flush=True)  # noqa: T201
 
 
@@ -220,7 +216,9 @@ class ScriptNode:
             if is_new:
                 self._start(self._start_or_join_command())
             while (found := reunion.poll()) is None:
-                if self._has_found_nobody() and (kept := self._kept_run()) is not None:
+                has_found_nobody = bool(self.ending) and self._status == NOBODY_THERE
+                is_first = self._is_child and not self._is_resumed
+                if has_found_nobody and is_first and (kept := self._kept_run()) is not None:
                     log.warning(
                         "no peer of run %s answers: continuing from the state in %s", self._request.name, self._folder
                     )
@@ -316,10 +314,6 @@ class ScriptNode:
                 if manifest.config.name == self._request.name and any(path.parent.glob("state-*.json")):
                     found.append(manifest.run)
         return found
-
-    def _has_found_nobody(self) -> bool:
-        """Return whether the node has ended because no other peer answers, and was not yet resumed alone."""
-        return self._is_child and not self._is_resumed and bool(self.ending) and self._status == NOBODY_THERE
 
     def _find_running(self) -> bool:
         """Adopt the node that the script's previous process left; return False if there is none."""

@@ -88,7 +88,7 @@ class RendezvousClient:
         self._coming = 0
         # Number of open requests by server. A connection outside the run is closed with the last one.
         self._asking: Counter[PeerId] = Counter()
-        transport.redial_met_peers(self._reconnect)
+        transport.setup.dial_met = self._reconnect
         for links in (transport, outside):
             links.answer_requests(intro.Called, self._answer_call)
 

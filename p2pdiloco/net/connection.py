@@ -68,11 +68,6 @@ class CloseState:
         return self.over or self.parting or ""
 
     @property
-    def is_goodbye_queued(self) -> bool:
-        """True if the GOODBYE has been sent or queued."""
-        return self.parting is not None and self.goodbye is None
-
-    @property
     def have_both_retired(self) -> bool:
         """True if both sides have announced that another connection stays."""
         return len(self._retired) == 2
@@ -305,7 +300,7 @@ class Connection:
             end.goodbye = None
         if not session.outbox.is_empty or self.is_paused:
             return
-        if end.is_goodbye_queued:
+        if end.parting is not None and end.goodbye is None:  # GOODBYE has been sent or queued
             self._close_socket(end.reason)
         elif end.is_retiring and session.is_idle:
             if end.record_retired("us"):

@@ -81,14 +81,10 @@ class OutgoingRequests:
         self._context.deadlines.set((Due.REQUEST, self._connection, number), self._context.now + timeout_s)
         return number
 
-    def max_payload_of(self, number: int) -> int | None:
-        """Return the maximum payload of the answer in bytes; None if the request no longer waits."""
-        entry = self._waiting.get(number)
-        return entry[0] if entry is not None else None
-
-    def timeout_error(self, number: int) -> RequestError:
-        """Return the error of a request whose deadline has passed."""
-        return RequestError(f"no answer within {self._waiting[number][1]:g} s")
+    def limits_of(self, number: int) -> tuple[int, float] | None:
+        """Return the maximum payload of the answer in bytes, and its deadline in seconds; None if the request no longer
+        waits."""
+        return self._waiting.get(number)
 
     def end(self, number: int) -> bool:
         """Stop waiting for an answer. Return False if the request did not wait."""
@@ -277,8 +273,10 @@ class Session:
 
     def expire_request(self, number: int) -> None:
         """Fail a request whose answer did not arrive in time."""
-        error = self.outgoing.timeout_error(number)
+        limits = self.outgoing.limits_of(number)
+        assert limits is not None
         self.withdraw_request(number)
+        error = RequestError(f"no answer within {limits[1]:g} s")
         self._context.emit(RequestFailed(OutgoingRequest(self.connection, number), error))
 
     def withdraw_request(self, number: int) -> None:
@@ -491,13 +489,12 @@ class Session:
 
     def _wants_answer(self, start: Start) -> bool:
         """Return whether the payload of an answer is wanted."""
-        most = self.outgoing.max_payload_of(start.request)
-        if most is not None and start.total > most:
-            self.outgoing.reject(
-                start.request, RequestError(f"the answer has {start.total} bytes; the maximum is {most}")
-            )
+        limits = self.outgoing.limits_of(start.request)
+        if limits is not None and start.total > limits[0]:
+            error = RequestError(f"the answer has {start.total} bytes; the maximum is {limits[0]}")
+            self.outgoing.reject(start.request, error)
             return False
-        return most is not None
+        return limits is not None
 
     def _receive_stream(self, stream: int, start: Start, body: Any) -> None:
         if start.part is not None:

@@ -93,18 +93,14 @@ class Draft:
         self._manifest = manifest
         self._disk = disk
         self._form = StateForm.of(manifest.config.outer)
-        self._number = 0
+        # The number in the checkpoint's file name; 0 before ``begin``.
+        self.number = 0
         self._shards: list[SavedState] = []
         self._unsynced = 0
 
     @property
-    def number(self) -> int:
-        """The number in the checkpoint's file name; 0 before ``begin``."""
-        return self._number
-
-    @property
     def _part(self) -> Path:
-        path = _tensors(self._folder, self._number)
+        path = _tensors(self._folder, self.number)
         return path.with_name(f".{path.name}{PART}")
 
     def begin(self, number: int) -> None:
@@ -115,7 +111,7 @@ class Draft:
         """
         folder, disk = self._folder, self._disk
         sweep_halves(folder, disk)
-        self._number = number
+        self.number = number
         replace(disk, folder / MANIFEST, [self._manifest.encode()])
         disk.write(self._part, [_header(Layout.of(self._manifest), self._form)])
 
@@ -142,7 +138,7 @@ class Draft:
         Raises:
             OSError: the checkpoint was not written.
         """
-        folder, disk, number = self._folder, self._disk, self._number
+        folder, disk, number = self._folder, self._disk, self.number
         disk.sync(self._part)
         disk.rename(self._part, _tensors(folder, number))
         disk.sync_folder(folder)
@@ -158,12 +154,12 @@ class Draft:
 
     def discard(self) -> None:
         """Remove what was written, as far as the disk allows it."""
-        if self._number:
+        if self.number:
             with contextlib.suppress(OSError):
                 self._disk.remove(self._part)
             with contextlib.suppress(OSError):
-                if self._number not in _numbers(self._disk, self._folder):
-                    self._disk.remove(_tensors(self._folder, self._number))
+                if self.number not in _numbers(self._disk, self._folder):
+                    self._disk.remove(_tensors(self._folder, self.number))
 
 
 def save(

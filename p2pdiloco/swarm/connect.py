@@ -55,9 +55,10 @@ class ConnectFallback:
         """
         where = dialable(record, frozenset(self._rendezvous.observed_hosts))
         reasons: list[str] = []
+        named = (address if "/p2p/" in address else f"{address}/p2p/{peer}" for address in where)
         ways: list[tuple[float, Coroutine[Any, Any, PeerId]]] = [
-            (number * STAGGER_S, self._dialler.dial(self._transport, _with_peer_id(address, peer), DIAL_S))
-            for number, address in enumerate(where)
+            (number * STAGGER_S, self._dialler.dial(self._transport, address, DIAL_S))
+            for number, address in enumerate(named)
         ]
         if record.points or self._rendezvous.attended:
             later_s = HOME_S if all(map(_is_private, where)) else MEETING_S
@@ -152,10 +153,6 @@ def _no_address_text(record: PeerRecord) -> str:
     if not record.addresses:
         return "it publishes no address"
     return f"{', '.join(record.addresses)} is in another network, and the peer uses no rendezvous server"
-
-
-def _with_peer_id(text: str, peer: PeerId) -> str:
-    return text if "/p2p/" in text else f"{text}/p2p/{peer}"
 
 
 async def _run_after(delay_s: float, way: Coroutine[Any, Any, PeerId]) -> PeerId:

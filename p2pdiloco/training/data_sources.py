@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.training.corpus import STDLIB_MAX_BYTES
 from p2pdiloco.training.dataset_files import PATTERNS, find_files, pattern_of
-from p2pdiloco.training.huggingface import EXTRA, ArchitectureError
+from p2pdiloco.training.huggingface import EXTRA, NO_WEIGHTS, ArchitectureError
 from p2pdiloco.training.tokenized_dataset import read_tokenizer
 
 
@@ -25,10 +25,7 @@ def tell_sources(config: RunConfig, data: str | None, tokenizer: str | None, mod
         return []
     check_extras(config)
     if config.model.lora is not None and model is None:
-        raise ArchitectureError(
-            "the run trains adapters (LoRA) on a model whose weights are not sent to peers: give --model FOLDER, with "
-            "the founder's safetensors"
-        )
+        raise ArchitectureError(NO_WEIGHTS)
     root, files = find_files(config.data, data)
     if config.data.kind in PATTERNS:
         read_tokenizer(config.data, data, tokenizer)

@@ -36,6 +36,12 @@ _OLD_KEYS = frozenset({"rope_theta", "rope_scaling"})
 _DROPPED = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 
 
+NO_WEIGHTS = (
+    "the run trains adapters (LoRA) on a model whose weights are not sent to peers: give --model FOLDER, with the "
+    "founder's safetensors"
+)
+
+
 class ArchitectureError(ValueError):
     """The model cannot be built. The message is for the person who started the peer."""
 
@@ -175,10 +181,7 @@ def _adapted(transformers: Any, own: Any, lora: LoraConfig, seed: int, base: str
     allocated.
     """
     if base is None:
-        raise ArchitectureError(
-            "the run trains adapters (LoRA) on a model whose weights are not sent to peers: give --model FOLDER, with "
-            "the founder's safetensors"
-        )
+        raise ArchitectureError(NO_WEIGHTS)
     folder = Path(base).expanduser()
     here = _elements(folder)
     if here < elements:

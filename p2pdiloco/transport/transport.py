@@ -32,7 +32,7 @@ from p2pdiloco.net.traffic_shaping import TURN_BYTES
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses, port_memory, sockets
 from p2pdiloco.transport.addresses import Address
-from p2pdiloco.transport.connection_setup import ConnectionSetup, DialMet
+from p2pdiloco.transport.connection_setup import ConnectionSetup
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.transport.sockets import DialError, Impostor, Listeners, PeerRefused
@@ -362,10 +362,6 @@ class Transport:
             return await answer(peer, request)
 
         self._answerers[encode(kind.__struct_config__.tag)] = answer_encoded
-
-    def redial_met_peers(self, dial: DialMet) -> None:
-        """Have ``dial`` make additional connections to peers that a rendezvous server has connected."""
-        self.setup.dial_met = dial
 
     def add_disconnect_callback(self, callback: Callable[[PeerId, str], None]) -> None:
         """Call ``callback`` with each disconnected peer and the reason, after the handler."""

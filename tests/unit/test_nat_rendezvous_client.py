@@ -25,7 +25,7 @@ def answer_of(tasks: Tasks) -> Callable[..., Any]:
     """Return the handler of servers' calls, of a client that is registered with ``POINT``."""
     answers = dict[type, Callable[..., Any]]()
     links: Any = SimpleNamespace(
-        redial_met_peers=lambda _: None, answer_requests=answers.__setitem__, channel_of=lambda _: None
+        setup=SimpleNamespace(), answer_requests=answers.__setitem__, channel_of=lambda _: None
     )
     client = RendezvousClient(links, links, links, tasks)
     client.attended[POINT] = Attendance(f"/ip4/127.0.0.1/tcp/1/p2p/{POINT}", Attended("127.0.0.1", 1))
