@@ -27,10 +27,8 @@ from p2pdiloco.codec import agreement, bitrate_ladder, compression, merge, quant
 from p2pdiloco.codec.formats import FORMATS, Recipe
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import Disk, Host
+from p2pdiloco.peer.host import Disk
 from p2pdiloco.peer.message_verifier import MessageVerifier
-from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.peer.signatures import FalseContributionError, UnknownMemberError, check_commit
 from p2pdiloco.protocol import effects as ef
@@ -38,9 +36,8 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.audits import AUDITED_VERSIONS, MOST_AUDITED_BYTES
 from p2pdiloco.protocol.barred_owners import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, digest_of, peer_of
-from p2pdiloco.protocol.manifest import Layout, Manifest, Shard
+from p2pdiloco.protocol.manifest import Manifest, Shard
 from p2pdiloco.protocol.messages import CommitHeader, WrongMerge, commit_id
-from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.timing import RateLimiter
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import GetPayload, encode
@@ -187,27 +184,17 @@ class _Case(Struct, eq=False):
 class Auditor:
     """Audits commits, and checks accusations against owners, of one peer."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        layout: Layout,
-        driver: Driver,
-        view: MachineView,
-        payload_cache: PayloadCache,
-        verifier: MessageVerifier,
-        host: Host,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, manifest: Manifest, driver: Driver, verifier: MessageVerifier) -> None:
         self._run = manifest.run
         self._round_steps = manifest.config.schedule.sync_every
         self._recipes = bitrate_ladder.downward_recipes(manifest.config.codec)
-        self._layout = layout
+        self._layout = driver.state.layout
         self._driver = driver
-        self._view = view
-        self._payload_cache = payload_cache
+        self._view = driver.view
+        self._payload_cache = driver.payload_cache
         self._verifier = verifier
-        self._host = host
-        self._metrics = metrics
+        self._host = driver.host
+        self._metrics = driver.metrics
         self._unchecked: RateLimiter[PeerId] = RateLimiter(burst=UNCHECKED, per_s=UNCHECKED_PER_S)
         # Ordered set, the oldest first.
         self._ignored: dict[PeerId, None] = {}

@@ -18,19 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from p2pdiloco.peer.checkpoint import Draft, KnownGood, go_back, good_heads, read_shard
-from p2pdiloco.peer.commit_wal import CommitLog, LoggedCommit
+from p2pdiloco.peer.commit_wal import LoggedCommit
 from p2pdiloco.peer.disk_budget import DAY_S, HOUR_S, DiskBudget
 from p2pdiloco.peer.driver import CopyError, Driver
-from p2pdiloco.peer.host import Host
-from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.model_state import ModelState
-from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken_lineage
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, ShardId
-from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.protocol.messages import commit_id
-from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
 
 # -- Following the commits ---------------------------------------------------------------------------------------------
@@ -54,19 +49,17 @@ EVERY_S = 10.0
 class CommitFollower:
     """Appends other peers' commits to the log, within the disk's write budget, during one life of a peer."""
 
-    def __init__(
-        self, view: MachineView, payload_cache: PayloadCache, commit_log: CommitLog, host: Host, budget: DiskBudget
-    ) -> None:
+    def __init__(self, driver: Driver, budget: DiskBudget) -> None:
         self.every_s = EVERY_S
-        self._view = view
-        self._payload_cache = payload_cache
-        self._commit_log = commit_log
-        self._host = host
+        self._view = driver.view
+        self._payload_cache = driver.payload_cache
+        self._commit_log = driver.commit_log
+        self._host = driver.host
         self._budget = budget
         # True: commits are appended. False: they are only counted.
         self._is_following = False
         # The head up to which each shard is logged; None: a commit is missing, so nothing can follow.
-        self._heads: list[Digest | None] = [None] * len(view.heads())
+        self._heads: list[Digest | None] = [None] * len(self._view.heads())
         # Bytes of commits since the segment began. ``_own`` is this peer's share of them, which is always written.
         self._counted = self._own = 0
         self._since = self._host.now()
@@ -165,12 +158,6 @@ class CheckpointWriter:
         folder: Path,
         manifest: Manifest,
         driver: Driver,
-        view: MachineView,
-        state: ModelState,
-        payload_cache: PayloadCache,
-        commit_log: CommitLog,
-        host: Host,
-        metrics: Metrics,
         *,
         keep: int,
         save_learner: Callable[[], None],
@@ -179,18 +166,18 @@ class CheckpointWriter:
         self._folder = folder
         self._manifest = manifest
         self._driver = driver
-        self._view = view
-        self._state = state
-        self._payload_cache = payload_cache
-        self._host = host
-        self._metrics = metrics
+        self._view = driver.view
+        self._state = driver.state
+        self._payload_cache = driver.payload_cache
+        self._host = driver.host
+        self._metrics = driver.metrics
         self._keep = keep
         self._save_learner = save_learner
-        self._layout = Layout.of(manifest)
+        self._layout = driver.state.layout
         self._budget = budget
-        self._commit_log = commit_log
-        self._follower = CommitFollower(view, payload_cache, commit_log, host, budget)
-        self._known_good = KnownGood(folder, host.disk)
+        self._commit_log = driver.commit_log
+        self._follower = CommitFollower(driver, budget)
+        self._known_good = KnownGood(folder, driver.host.disk)
         self._one_at_a_time = asyncio.Lock()
         # Mark of the heads in the last checkpoint.
         self._saved_mark: int | None = None

@@ -71,7 +71,10 @@ class CopyError(Exception):
 
 
 class Driver:
-    """Drives one peer's machine, its model state, and its payloads. ``emit`` receives what is left to the peer."""
+    """Drives one peer's machine, its model state, and its payloads. ``emit`` receives what is left to the peer.
+
+    The parts of the peer that work beside the driver find here what they share with it.
+    """
 
     def __init__(
         self,
@@ -95,11 +98,11 @@ class Driver:
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self.is_closed = False
         self._machine = machine
-        self._view = machine.view
-        self._state = state
+        self.view = machine.view
+        self.state = state
         self._codecs = codecs
-        self._host = host
-        self._metrics = metrics
+        self.host = host
+        self.metrics = metrics
         self._observed = observed
         self._emit = emit
         self._timer: Handle | None = None
@@ -132,7 +135,7 @@ class Driver:
         """Handle one event and run its effects."""
         if self.is_closed:
             return
-        now = self._host.now()
+        now = self.host.now()
         try:
             effects = self._machine.handle(event, now)
             self._observed(event, effects, now)
@@ -144,7 +147,7 @@ class Driver:
         self._set_timer()
         if self.payload_cache.sweep(self._machine, now):
             self.save_convictions()
-            self.submit(self._state.shifts.memory.release_unused, lambda _: None)
+            self.submit(self.state.shifts.memory.release_unused, lambda _: None)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -152,11 +155,11 @@ class Driver:
             self._timer = None
         deadline = self._machine.next_deadline()
         if deadline is not None and not self.is_closed:
-            self._timer = self._host.call_at(deadline, lambda: self.feed(ev.Woke()))
+            self._timer = self.host.call_at(deadline, lambda: self.feed(ev.Woke()))
 
     def save_convictions(self) -> None:
         """Write what the machine knows against commits and owners to disk. Does not wait."""
-        self._convictions.save(self._view.convictions())
+        self._convictions.save(self.view.convictions())
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
@@ -177,7 +180,7 @@ class Driver:
             case ef.Install():
                 self._install(effect)
             case ef.HangUp():
-                self._host.links.hang_up(effect.peer, effect.reason)
+                self.host.links.hang_up(effect.peer, effect.reason)
             case ef.Leave():
                 self._has_left = True
                 self._emit(effect)
@@ -216,12 +219,12 @@ class Driver:
         self, peers: Iterable[PeerId], body: bytes, payload: Payload | None = None, topic: str | None = None
     ) -> None:
         for peer in peers:
-            if not self.is_closed and not self._host.links.send(peer, body, payload, topic=topic):
+            if not self.is_closed and not self.host.links.send(peer, body, payload, topic=topic):
                 log.debug("message not sent: not connected, or too much waits", peer=peer)
 
     def _advise_to_fetch(self, peers: Iterable[PeerId], shard: ShardId) -> None:
         """Tell peers to fetch the shard's state, because the commit that they need is no longer here."""
-        head = self._view.head(shard)
+        head = self.view.head(shard)
         assert head is not None, "what is sent of a shard follows from its head"
         self._deliver(peers, encode(msg.FetchAdvised(shard, head)))
 
@@ -257,7 +260,7 @@ class Driver:
             else:
                 self._emit(Defect(error))
 
-        self._host.work("tensors", work, shard).add_done_callback(done)
+        self.host.work("tensors", work, shard).add_done_callback(done)
 
     def _failure_handler(self, work: str, shard: ShardId, owner: PeerId | None = None) -> Callable[[Exception], None]:
         """Return a function that reports a failed job to the machine.
@@ -267,10 +270,10 @@ class Driver:
 
         def fail(error: Exception) -> None:
             if owner is not None and isinstance(error, DigestMismatchError):
-                self._metrics.report_fault(owner, "commit", str(error))
+                self.metrics.report_fault(owner, "commit", str(error))
             culprit = peer_of(error.learner) if isinstance(error, ContributionError) else None
             if culprit is not None:
-                self._metrics.report_fault(culprit, "contribution", str(error))
+                self.metrics.report_fault(culprit, "contribution", str(error))
             is_spoilt = isinstance(error, SpoiltStateError)
             if not (
                 is_spoilt and work == "merge"
@@ -284,7 +287,7 @@ class Driver:
 
     def report_corruption(self, error: SpoiltStateError) -> None:
         """Have the machine fetch a shard again, at the same head, because its state in memory is altered."""
-        self._metrics.report_fault(self._view.me, "memory", str(error))
+        self.metrics.report_fault(self.view.me, "memory", str(error))
         self.feed(ev.Failed("state", error.shard, None, str(error)))
 
     async def copy_shard(
@@ -319,11 +322,11 @@ class Driver:
                 found.set_exception(CopyError(str(error)))
 
         def copy_now() -> None:
-            self.submit(lambda: self._state.copy(shard, data, chunks, is_checked=is_checked), take, refuse, shard=shard)
+            self.submit(lambda: self.state.copy(shard, data, chunks, is_checked=is_checked), take, refuse, shard=shard)
 
         copy_now()
         try:
-            return await within(self._host, found, COPY_S)
+            return await within(self.host, found, COPY_S)
         except TimeoutError:
             raise CopyError("busy") from None
 
@@ -331,9 +334,9 @@ class Driver:
         rung, is_coded = self._codecs.choose("up", effect.shard), self._codecs.is_coded("up", effect.shard)
 
         def work() -> tuple[Payload, Digest, msg.Contributor, float]:
-            payload, digest = self._state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
+            payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
             given = self.payload_cache.sign_contribution(effect, digest)
-            return payload, digest, given, self._state.encode_error(effect.shard, payload) if rung else 0.0
+            return payload, digest, given, self.state.encode_error(effect.shard, payload) if rung else 0.0
 
         def done(result: tuple[Payload, Digest, msg.Contributor, float]) -> None:
             payload, digest, given, error = result
@@ -353,19 +356,19 @@ class Driver:
             gone = next(c for c in effect.contributions if c.payload not in payloads)
             giver = peer_of(gone.contributor.learner)
             self.feed(ev.Failed("merge", effect.shard, giver, "a contribution's payload is gone"))
-            if giver == self._view.me:
+            if giver == self.view.me:
                 self.feed(ev.Failed("give", effect.shard, None, "an own payload is gone"))
             return
         rung, is_coded = self._codecs.choose("down", effect.shard), self._codecs.is_coded("down", effect.shard)
 
         def work() -> tuple[MergeResult, float]:
-            read = [(contributor, held.read(self._host.disk)) for contributor, held in given]
+            read = [(contributor, held.read(self.host.disk)) for contributor, held in given]
             how = rung and rung.recipe
             version = effect.base.version + 1
-            merged = self._state.merge(
+            merged = self.state.merge(
                 effect.shard, effect.base.id, version, read, how, effect.longest, is_coded=is_coded
             )
-            return merged, self._state.merge_error(effect.shard, merged.payload) if rung else 0.0
+            return merged, self.state.merge_error(effect.shard, merged.payload) if rung else 0.0
 
         def done(result: tuple[MergeResult, float]) -> None:
             merged, error = result
@@ -379,7 +382,7 @@ class Driver:
     def _note_merge(self, base: msg.Head, contributors: int, merged: MergeResult) -> None:
         """Log how well the learners of a merge agreed."""
         cosine, shortened = merged.agreement
-        self._metrics.write(
+        self.metrics.write(
             "merge",
             shard=base.shard,
             version=base.version + 1,
@@ -388,13 +391,13 @@ class Driver:
             length=float(f"{merged.length:.4g}"),
             cosine=None if cosine is None else round(cosine, 4),
         )
-        found = self._state.dissenters()
+        found = self.state.dissenters()
         for peer in sorted(found.keys() - self._dissenters):
             text = (
                 f"{found[peer]} contributions of {peer} point away from most others': its "
                 "data or learning rate may be wrong; they weigh less"
             )
-            self._metrics.write("note", level="warning", topic="agreement", text=text)
+            self.metrics.write("note", level="warning", topic="agreement", text=text)
             log.warning(text)
         self._dissenters = frozenset(found)
 
@@ -411,12 +414,12 @@ class Driver:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
         self.payload_cache.sign_commit(effect.id, header)
-        parts = self.payload_cache.commit_parts(header) if header.owner == self._view.me else None
+        parts = self.payload_cache.commit_parts(header) if header.owner == self.view.me else None
         if parts is not None and payload.data is not None:  # a spilled payload was appended when it was made
             self.commit_log.append_own(header, parts[1](payload.data))
-        moves, disk = self.payload_cache.read_moves(header.shard, effect, self._host.disk), self._host.disk
+        moves, disk = self.payload_cache.read_moves(header.shard, effect, self.host.disk), self.host.disk
         self.submit(
-            lambda: self._state.apply(header, effect.id, payload.read(disk), digests, moves()),
+            lambda: self.state.apply(header, effect.id, payload.read(disk), digests, moves()),
             lambda shifts: self._finish_apply(header.shard, effect.id, shifts),
             self._failure_handler("apply", header.shard, header.owner),
             shard=header.shard,
@@ -424,9 +427,9 @@ class Driver:
 
     def _install(self, effect: ef.Install) -> None:
         head = effect.state.head
-        moves = self.payload_cache.read_moves(head.shard, effect, self._host.disk)
+        moves = self.payload_cache.read_moves(head.shard, effect, self.host.disk)
         self.submit(
-            lambda: self._state.install(head.shard, head.id, moves(), effect.farthest),
+            lambda: self.state.install(head.shard, head.id, moves(), effect.farthest),
             lambda shifts: self._finish_install(head.shard, head.id, shifts),
             self._failure_handler("install", head.shard),
             shard=head.shard,

@@ -26,16 +26,13 @@ from msgspec import Struct
 
 from p2pdiloco.peer.checkpoint import LEARNER
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import Host, LearnerLife, within
+from p2pdiloco.peer.host import LearnerLife, within
 from p2pdiloco.peer.learner_updates import KEPT, Shifts, rounds_at_once
-from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.config import RunEnd
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId, learner_id, peer_of
-from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.timing import Backoff
 from p2pdiloco.training.node_reconnect import meeting_place
 from p2pdiloco.util import logs
@@ -55,12 +52,12 @@ from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 class Snapshots:
     """Schedules the snapshots of one learner process. ``ask`` sends it a request."""
 
-    def __init__(self, driver: Driver, state: ModelState, sync_every: int, ask: Callable[[ef.Snapshot], None]) -> None:
+    def __init__(self, driver: Driver, ask: Callable[[ef.Snapshot], None]) -> None:
         self._driver = driver
-        self._layout = state.layout
-        self._shifts = state.shifts
+        self._layout = driver.state.layout
+        self._shifts = driver.state.shifts
         self._ask = ask
-        self._at_once = rounds_at_once(state.layout, sync_every)
+        self._at_once = rounds_at_once(self._layout, driver.view.sync_every)
         self._waiting: deque[ef.Snapshot] = deque()
         self._under_way: set[FragmentId] = set()
 
@@ -147,23 +144,19 @@ class LearnerSupervisor:
     def __init__(
         self,
         driver: Driver,
-        view: MachineView,
-        state: ModelState,
-        host: Host,
         options: PeerOptions,
-        metrics: Metrics,
         *,
         manifest: bytes,
         gave_up: Callable[[int, str], None],
         sent_bytes: Callable[[], int],
     ) -> None:
         self._driver = driver
-        self._view = view
-        self._state = state
-        self._shifts = state.shifts
-        self._host = host
+        self._view = driver.view
+        self._state = driver.state
+        self._shifts = driver.state.shifts
+        self._host = driver.host
         self._options = options
-        self._metrics = metrics
+        self._metrics = driver.metrics
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
         # The newest learner process.
@@ -193,8 +186,7 @@ class LearnerSupervisor:
 
     def new_child(self, name: str) -> SupervisedLearner:
         """Return a new learner process, not started yet."""
-        snapshots = Snapshots(self._driver, self._state, self._view.sync_every, self._ask_for_snapshot)
-        return SupervisedLearner(learner_id(self._view.me, name), snapshots)
+        return SupervisedLearner(learner_id(self._view.me, name), Snapshots(self._driver, self._ask_for_snapshot))
 
     async def live(self, lives: AsyncExitStack) -> None:
         """Run the learner, and restart it after a crash. Closing ``lives`` ends the learner in order."""

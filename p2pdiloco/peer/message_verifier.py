@@ -13,35 +13,24 @@ import asyncio
 from collections.abc import Callable
 
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import Host
-from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.payload_cache import Keep, PayloadCache
+from p2pdiloco.peer.payload_cache import Keep
 from p2pdiloco.peer.signatures import FalseContributionError, ForgedError, Standing, UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.protocol.view import MachineView
 
 
 class MessageVerifier:
     """Verifies the messages that one peer receives, then feeds them to the machine. Accusations of wrong merges are
     verified by the ``Auditor``."""
 
-    def __init__(
-        self,
-        driver: Driver,
-        view: MachineView,
-        payload_cache: PayloadCache,
-        standing: Standing,
-        host: Host,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, driver: Driver, standing: Standing) -> None:
         self._driver = driver
-        self._view = view
-        self._payload_cache = payload_cache
+        self._view = driver.view
+        self._payload_cache = driver.payload_cache
         self.standing = standing
-        self._host = host
-        self._metrics = metrics
+        self._host = driver.host
+        self._metrics = driver.metrics
         # Running requests for members, by the peer that named an unknown one.
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
 

@@ -123,9 +123,9 @@ class Peer:
             vectors,
             round_steps=manifest.config.schedule.sync_every,
         )
-        view, state, form = self.machine.view, self.state, self.state.form
+        width = self.state.form.width
         a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed
-        budget = DiskBudget(a_day, layout.elements, form.width, are_timed=are_timed)
+        budget = DiskBudget(a_day, layout.elements, width, are_timed=are_timed)
         store = PayloadStore(host, options, budget)
         payload_cache = PayloadCache(layout, identity, manifest.run, standing, store)
         checkpoints = options.folder / "checkpoint"
@@ -134,14 +134,14 @@ class Peer:
         codecs = CodecChoice(
             manifest.config,
             layout,
-            view,
+            self.machine.view,
             metrics,
             rate=lambda: host.links.up_bytes_per_s,
             line=lambda: host.links.line_bytes_per_s,
         )
         self.driver = Driver(
             self.machine,
-            state,
+            self.state,
             payload_cache,
             store,
             commit_log,
@@ -152,30 +152,16 @@ class Peer:
             observed=observed,
             emit=self._handle,
         )
-        self.verifier = MessageVerifier(self.driver, view, payload_cache, standing, host, metrics)
+        self.verifier = MessageVerifier(self.driver, standing)
         self._payload_cache = payload_cache
-        self._auditor = Auditor(manifest, layout, self.driver, view, payload_cache, self.verifier, host, metrics)
-        self._downloads = StateClient(
-            manifest,
-            layout,
-            self.driver,
-            view,
-            state,
-            payload_cache,
-            self.verifier,
-            PartialDownloads(layout, form.width, options.folder / INCOMING, metrics, host),
-            host,
-            metrics,
-        )
-        self.state_server = StateServer(layout, self.driver, view, form, payload_cache, host)
+        self._auditor = Auditor(manifest, self.driver, self.verifier)
+        arrivals = PartialDownloads(layout, width, options.folder / INCOMING, metrics, host)
+        self._downloads = StateClient(manifest, self.driver, self.verifier, arrivals)
+        self.state_server = StateServer(self.driver)
         self._request_handlers = RequestHandlers(manifest, self.state_server, host, partial(status, self), standing)
         self.supervision = LearnerSupervisor(
             self.driver,
-            view,
-            state,
-            host,
             options,
-            metrics,
             manifest=manifest.encode(),
             gave_up=self._learner_gave_up,
             sent_bytes=sent_bytes,
@@ -184,12 +170,6 @@ class Peer:
             checkpoints,
             manifest,
             self.driver,
-            view,
-            state,
-            payload_cache,
-            commit_log,
-            host,
-            metrics,
             keep=options.keep_checkpoints,
             save_learner=self.supervision.save,
             budget=budget,
@@ -235,9 +215,8 @@ class Peer:
     async def live(self) -> Ending:
         """Take part in the run until the peer ends. Call ``begin`` first."""
         self.host.keep(partial(self.checkpoint_writer.keep_saving, self.options.checkpoint_s), name="checkpoints")
-        self.host.keep(Scrubber(self.driver, self.state, self.host).run, name="scrub")
-        policy = CorruptShardPolicy(self.driver, self.state, self.machine.view, self.host)
-        self.host.keep(policy.run, name="fallback")
+        self.host.keep(Scrubber(self.driver).run, name="scrub")
+        self.host.keep(CorruptShardPolicy(self.driver).run, name="fallback")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self._look_after_learner(lives), name="learner")

@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import Host, within
+from p2pdiloco.peer.host import within
 from p2pdiloco.peer.integrity import SpoiltStateError
-from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import ShardId
-from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
 
 # Share of the worker's time.
@@ -33,10 +31,10 @@ PATIENCE_S = 60.0
 class Scrubber:
     """Verifies one peer's global state, chunk by chunk."""
 
-    def __init__(self, driver: Driver, state: ModelState, host: Host) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._state = state
-        self._host = host
+        self._state = driver.state
+        self._host = driver.host
         self._began_at = self._host.now()
 
     async def run(self) -> None:
@@ -95,11 +93,11 @@ ALONE_S = 45.0
 class CorruptShardPolicy:
     """Decides when one peer accepts a corrupted shard that nobody else can supply."""
 
-    def __init__(self, driver: Driver, state: ModelState, view: MachineView, host: Host) -> None:
+    def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._state = state
-        self._view = view
-        self._host = host
+        self._state = driver.state
+        self._view = driver.view
+        self._host = driver.host
         # When the last peer that could supply a corrupted shard was lost, by shard.
         self._alone_since: dict[ShardId, float] = {}
 

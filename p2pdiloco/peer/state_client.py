@@ -41,14 +41,11 @@ from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Disk, Host, replace, sweep
 from p2pdiloco.peer.message_verifier import MessageVerifier
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.model_state import ModelState
-from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.peer.state_proof import ancestors, checked_offer, is_listed, owner_of
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.util.logs import bottom_line
@@ -405,35 +402,25 @@ class StateClient:
     """Downloads states from other peers. ``arrivals`` reports and keeps what arrives."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        layout: Layout,
-        driver: Driver,
-        view: MachineView,
-        state: ModelState,
-        payload_cache: PayloadCache,
-        verifier: MessageVerifier,
-        arrivals: PartialDownloads,
-        host: Host,
-        metrics: Metrics,
+        self, manifest: Manifest, driver: Driver, verifier: MessageVerifier, arrivals: PartialDownloads
     ) -> None:
         self._manifest = manifest
-        self._layout = layout
+        self._layout = driver.state.layout
         self._driver = driver
-        self._view = view
-        self._state = state
-        self._payload_cache = payload_cache
+        self._view = driver.view
+        self._state = driver.state
+        self._payload_cache = driver.payload_cache
         self._verifier = verifier
         self.arrivals = arrivals
-        self._host = host
-        self._metrics = metrics
+        self._host = driver.host
+        self._metrics = driver.metrics
         self._plan = ChunkPlan()
         self._downloads: dict[ShardId, _Download] = {}
         # Downloads begun before the machine asked for them.
         self._ahead: dict[ShardId, asyncio.Future[Fetched]] = {}
         self._asking: dict[Ask, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._blocklist = DonorBlocklist(host.now)
+        self._blocklist = DonorBlocklist(driver.host.now)
         # Peers that were live at the last look.
         self._seen: set[PeerId] = set()
 

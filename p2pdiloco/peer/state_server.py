@@ -18,16 +18,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from p2pdiloco.codec.digests import StateForm
 from p2pdiloco.peer.driver import CopyError, Driver
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.learner_updates import Payload
-from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import Standing
 from p2pdiloco.protocol.barred_owners import audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.timing import RateLimiter
 from p2pdiloco.wire.buffer_pool import Blocks
 from p2pdiloco.wire.control_messages import (
@@ -64,16 +61,14 @@ class _Copy(NamedTuple):
 class StateServer:
     """Serves the states of one peer's shards."""
 
-    def __init__(
-        self, layout: Layout, driver: Driver, view: MachineView, form: StateForm, cache: PayloadCache, host: Host
-    ) -> None:
-        self._layout = layout
+    def __init__(self, driver: Driver) -> None:
+        self._layout = driver.state.layout
         self._driver = driver
-        self._view = view
-        self._form = form
-        self._payload_cache = cache
-        self._host = host
-        largest = self._form.width * max(shard.elements for shard in layout.shards)
+        self._view = driver.view
+        self._form = driver.state.form
+        self._payload_cache = driver.payload_cache
+        self._host = driver.host
+        largest = self._form.width * max(shard.elements for shard in self._layout.shards)
         self._room = max(COPIES_LEAST_BYTES, COPIES_LEAST * largest)
         self._blocks = Blocks(limit_bytes=self._room)
         # Least recently used first.
