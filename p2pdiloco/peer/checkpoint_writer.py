@@ -295,10 +295,7 @@ class CheckpointWriter:
         chunks = [data[at : at + size] for at in range(0, len(data), size)]
 
         def staged(_: None) -> None:
-            if proof.header is not None:
-                self._payload_cache.keep_proof(proof.header, proof.signature)
-            for earlier in lineage:
-                self._payload_cache.keep_proof(earlier.header, earlier.signature)
+            self._payload_cache.keep_proofs(proof, lineage)
             self._driver.feed(ev.Restored(shard, proof.state, ancestors(proof, lineage)))
 
         head = proof.state.head.id

@@ -14,7 +14,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import msgspec
 
@@ -150,6 +150,13 @@ class PayloadCache:
     def keep_proof(self, header: msg.CommitHeader, signature: bytes) -> None:
         """Keep a commit with its owner's signature, which was verified."""
         self.shards[header.shard].proofs[msg.commit_id(header)] = (header, signature)
+
+    def keep_proofs(self, proof: StateProof, lineage: Iterable[SignedCommit]) -> None:
+        """Keep the commits that a state follows from, with their owners' signatures, which were verified."""
+        if proof.header is not None:
+            self.keep_proof(proof.header, proof.signature)
+        for earlier in lineage:
+            self.keep_proof(earlier.header, earlier.signature)
 
     def proof_of(self, state: ShardState) -> StateProof:
         """Return a shard's state with the signed commit at its head."""

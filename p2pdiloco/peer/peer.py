@@ -195,11 +195,8 @@ class Peer:
                 span = slice(piece.start, piece.stop)
                 self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
                 let_go(theta[span])  # otherwise memory holds the model twice for some seconds
-                if proof.header is not None:
-                    self._payload_cache.keep_proof(proof.header, proof.signature)
                 lineage = unbroken_lineage(proof, proof.lineage) if isinstance(proof, SavedState) else ()
-                for earlier in lineage:
-                    self._payload_cache.keep_proof(earlier.header, earlier.signature)
+                self._payload_cache.keep_proofs(proof, lineage)
                 lineages.append(ancestors(proof, lineage))
                 shards.append(proof.state)
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)

@@ -438,10 +438,7 @@ class StateClient:
         self._run_ahead()
 
         def staged(_: None) -> None:
-            if offer.proof.header is not None:
-                self._payload_cache.keep_proof(offer.proof.header, offer.proof.signature)
-                for earlier in offer.lineage:
-                    self._payload_cache.keep_proof(earlier.header, earlier.signature)
+            self._payload_cache.keep_proofs(offer.proof, offer.lineage)
             self._driver.feed(ev.Fetched(peer, state, ancestors(offer.proof, offer.lineage), owner_of(offer.proof)))
 
         self._driver.submit(lambda: self._state.stage(shard, state.head.id, chunks, offer.digests), staged, shard=shard)
