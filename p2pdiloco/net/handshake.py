@@ -111,28 +111,15 @@ class Handshake:
     """One side of a handshake: send ``hello_body``, then ``proof_after(their hello)``; ``finish(their proof)``."""
 
     def __init__(
-        self,
-        role: Role,
-        hello: Hello,
-        fingerprint: bytes,
-        *,
-        sign: Sign,
-        verify: Verify,
-        expected: PeerId | None = None,
-        run: str = "",
-        authorizer: Authorizer | None = None,
+        self, greeter: Greeter, role: Role, hello: Hello, fingerprint: bytes, expected: PeerId | None = None
     ) -> None:
-        """``run`` is this peer's run, even if HELLO does not name it."""
+        self._greeter = greeter
         self._role = role
-        self._run = run
-        self._authorizer: Authorizer = authorizer or OpenAuthorizer()
         self.hello = hello
         """This peer's HELLO."""
         self._expected = expected
         """The peer that must be at the other end; None: any peer."""
         self._fingerprint = fingerprint
-        self._sign = sign
-        self._verify = verify
         self._transcript = b""
         self._remote: Hello | None = None
         self.proof: bytes = b""
@@ -156,7 +143,7 @@ class Handshake:
         self._remote = remote
         hellos = (self.hello_body, body) if self._role is Role.DIALLER else (body, self.hello_body)
         self._transcript = transcript(self._fingerprint, *hellos)
-        self.proof = self._sign(signed_bytes(self._role, self._transcript)) + self._authorizer.chain
+        self.proof = self._greeter.sign(signed_bytes(self._role, self._transcript)) + self._greeter.authorizer.chain
         return self.proof
 
     def finish(self, body: bytes) -> Hello:
@@ -169,13 +156,13 @@ class Handshake:
             raise HandshakeError("the other side sent its PROOF before its HELLO")
         peer = PeerId(self._remote.peer)
         proof, chain = body[:SIGNATURE_BYTES], body[SIGNATURE_BYTES:]
-        if not self._verify(peer, signed_bytes(self._role.other, self._transcript), proof):
+        if not self._greeter.verify(peer, signed_bytes(self._role.other, self._transcript), proof):
             raise HandshakeError(
                 f"the proof of {peer} is not valid on this channel: the other side does not own that peer id, "
                 "or somebody in between reads the traffic"
             )
         try:
-            self._authorizer.admit(peer, chain)
+            self._greeter.authorizer.admit(peer, chain)
         except NotAMemberError as error:
             raise MismatchError(str(error)) from None
         return self._remote
@@ -189,8 +176,8 @@ class Handshake:
                 f"protocol versions differ: {mine.peer} speaks {mine.version}, {remote.peer} speaks {remote.version}; "
                 "run the same release of p2pdiloco"
             )
-        if self._authorizer.is_private:
-            if remote.tag != tag_of(self._run, self._role.other, self._fingerprint, remote.nonce):
+        if self._greeter.authorizer.is_private:
+            if remote.tag != tag_of(self._greeter.run, self._role.other, self._fingerprint, remote.nonce):
                 raise MismatchError(
                     f"{mine.peer} takes part in a private run, and talks to its members alone: to join it, ask the "
                     "run's founder for an invite"
@@ -207,64 +194,42 @@ class Handshake:
             )
 
 
-class Greeter:
-    """Factory of handshakes of one process.
+class Greeter(Struct, eq=False, kw_only=True):
+    """Factory of handshakes of one process."""
 
-    ``nonce`` returns NONCE_BYTES fresh random bytes. A process that ``observes`` takes no part in a run.
-    """
-
-    def __init__(
-        self,
-        *,
-        peer: PeerId,
-        run: str,
-        version: int,
-        life: bytes,
-        sign: Sign,
-        verify: Verify,
-        nonce: Callable[[], bytes],
-        authorizer: Authorizer | None = None,
-        observes: bool = False,
-    ) -> None:
-        self.peer = peer
-        self.run = run
-        self._version = version
-        self._life = life
-        self._sign = sign
-        self._verify = verify
-        self._nonce = nonce
-        self._authorizer: Authorizer = authorizer or OpenAuthorizer()
-        self.observes = observes
-        self._attempt = 0
+    peer: PeerId
+    run: str
+    """This peer's run, even if its HELLO does not name it."""
+    version: int
+    life: bytes
+    sign: Sign
+    verify: Verify
+    nonce: Callable[[], bytes]
+    """Returns NONCE_BYTES fresh random bytes."""
+    authorizer: Authorizer = OpenAuthorizer()
+    observes: bool = False
+    """True: the process takes no part in a run."""
+    attempts: int = 0
 
     def handshake(self, role: Role, fingerprint: bytes, dialled: Dialled) -> Handshake:
         """Begin a handshake on a channel. ``fingerprint`` is that of its listener's certificate."""
-        self._attempt += 1
-        nonce, is_private = self._nonce(), self._authorizer.is_private
+        self.attempts += 1
+        nonce, is_private = self.nonce(), self.authorizer.is_private
         hello = Hello(
             magic=MAGIC,
-            version=self._version,
+            version=self.version,
             run="" if is_private else self.run,
             peer=self.peer,
             nonce=nonce,
-            life=self._life,
-            attempt=self._attempt,
+            life=self.life,
+            attempt=self.attempts,
             lane=dialled.lane,
             bond=dialled.bond,
             is_relayed=dialled.is_relayed,
             tag=tag_of(self.run, role, fingerprint, nonce) if is_private else b"",
             observes=self.observes,
         )
-        return Handshake(
-            role,
-            hello,
-            fingerprint,
-            sign=self._sign,
-            verify=self._verify,
-            expected=dialled.expected,
-            run=self.run,
-            authorizer=self._authorizer,
-        )
+        return Handshake(self, role, hello, fingerprint, dialled.expected)
 
 
 def tag_of(run: str, role: Role, fingerprint: bytes, nonce: bytes) -> bytes:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 
 from p2pdiloco.net import events as ev
-from p2pdiloco.net.authorization import Authorizer
+from p2pdiloco.net.authorization import Authorizer, OpenAuthorizer
 from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import LEAVING, Endpoint
@@ -167,7 +167,7 @@ class Transport:
             sign=identity.sign,
             verify=verify,
             nonce=lambda: os.urandom(NONCE_BYTES),
-            authorizer=authorizer,
+            authorizer=authorizer or OpenAuthorizer(),
             observes=observes,
         )
         self._endpoint = Endpoint(self._greeter, self._limits)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from p2pdiloco.net.handshake import MAGIC, Handshake, HandshakeError, Hello, MismatchError, Role
+from p2pdiloco.net.handshake import MAGIC, Greeter, Handshake, HandshakeError, Hello, MismatchError, Role
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.identity import Identity, verify
 
@@ -33,7 +33,16 @@ def half(
         life=os.urandom(16),
         attempt=1,
     )
-    return Handshake(role, hello, fingerprint, sign=identity.sign, verify=verify, expected=expected)
+    greeter = Greeter(
+        peer=identity.peer_id,
+        run="",
+        version=version,
+        life=hello.life,
+        sign=identity.sign,
+        verify=verify,
+        nonce=lambda: os.urandom(32),
+    )
+    return Handshake(greeter, role, hello, fingerprint, expected)
 
 
 def meet(dialler: Handshake, listener: Handshake) -> tuple[Hello, Hello]:
