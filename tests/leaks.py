@@ -103,7 +103,7 @@ def _noted() -> Iterator[tuple[list[Any], list[str], list[Any]]]:
 
     def look_and_clear(self: Any) -> None:
         """When a connection is lost, what it counts as open and queued must be there."""
-        counted = self._open_bytes, self._payload_bytes
+        counted = self._open_bytes, self.payload_bytes
         there = sum(one.bytes_left for one in self._open), sum(one.bytes_left for one in self._streams.values())
         if counted != there:
             wrong.append(f"{counted} bytes are open and queued by its count, {there} are there")

@@ -332,6 +332,7 @@ class Directory:
         narrow_paths: NarrowPaths | None = None,
         lan_run: RunId | None = None,
     ) -> None:
+        self.peer_id = identity.peer_id
         self._identity = identity
         self._patience_s = patience_s
         self._initial_peers = list(initial_peers)
@@ -351,6 +352,8 @@ class Directory:
         self._lan_answered: asyncio.Future[PeerId] | None = None
         self._initial: dict[PeerId, list[str]] = {}
         self._tasks = Tasks()
+        # Problems of the tasks that keep the directory alive.
+        self.troubles = self._tasks.troubles
         self._records = RecordCache()
         # By topic: returns whether to keep a record, given its publisher and body (``screen_peers``).
         self._screens: dict[str, Callable[[PeerId, bytes], bool]] = {}
@@ -410,16 +413,6 @@ class Directory:
         await self._daemon.stop()
 
     # -- for the user ------------------------------------------------------------------------------------------------
-
-    @property
-    def peer_id(self) -> PeerId:
-        """This peer's id, which is the same in its transport."""
-        return self._identity.peer_id
-
-    @property
-    def troubles(self) -> dict[str, str]:
-        """Problems of the tasks that keep the directory alive; see ``Tasks``."""
-        return self._tasks.troubles
 
     @staticmethod
     def now_s() -> float:

@@ -40,31 +40,27 @@ class Room(Generic[Holder]):
 
     def __init__(self, places: int) -> None:
         self._places = places
-        self._holders: dict[Holder, str] = {}
+        self.holders: dict[Holder, str] = {}
+        """All holders with their machines, the oldest first."""
         self._by_machine: dict[str, dict[Holder, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._holders)
-
-    @property
-    def holders(self) -> Mapping[Holder, str]:
-        """All holders with their machines, the oldest first."""
-        return self._holders
+        return len(self.holders)
 
     def enter(self, newcomer: Holder, machine: str) -> Holder | None:
         """Give ``newcomer`` a place. Return the holder that loses its own, or None if a place was free."""
         out = None
-        if len(self._holders) >= self._places:
+        if len(self.holders) >= self._places:
             largest = max(self._by_machine, key=lambda one: len(self._by_machine[one]) + (one == machine))
             out = next(iter(self._by_machine[largest]))
             self.leave(out)
-        self._holders[newcomer] = machine
+        self.holders[newcomer] = machine
         self._by_machine.setdefault(machine, {})[newcomer] = None
         return out
 
     def leave(self, holder: Holder) -> None:
         """Free the place of ``holder``, if it has one."""
-        machine = self._holders.pop(holder, None)
+        machine = self.holders.pop(holder, None)
         if machine is not None:
             del self._by_machine[machine][holder]
             if not self._by_machine[machine]:

@@ -295,7 +295,7 @@ class Connection:
         if session.is_overrun:
             self.abort("the peer does not read")
             return
-        if end.goodbye is not None and (session.is_lane or session.lanes.is_idle):
+        if end.goodbye is not None and (session.is_lane or session.lanes.splitter.is_idle):
             session.outbox.put_goodbye(end.goodbye)
             end.goodbye = None
         if not session.outbox.is_empty or self.is_paused:

@@ -261,6 +261,8 @@ class Endpoint:
         self._half_open: Room[ConnectionId] = Room(limits.handshakes)
         """Accepted connections whose peers have not proved themselves yet."""
         self._peers = Peers(self._context, limits.connections, self.connections)
+        self.serving: Mapping[PeerId, Connection] = self._peers.serving
+        """The connection that serves each peer. It may be closing."""
         self._path_monitor = PathMonitor(self._context, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
         self._next_deadline: float | None = None
@@ -269,11 +271,6 @@ class Endpoint:
         """Bytes on connections that have ended."""
 
     # -- state -------------------------------------------------------------------------------------------------------
-
-    @property
-    def serving(self) -> Mapping[PeerId, Connection]:
-        """The connection that serves each peer. It may be closing."""
-        return self._peers.serving
 
     @property
     def up_bytes_per_s(self) -> float | None:

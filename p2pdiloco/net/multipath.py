@@ -317,20 +317,9 @@ class Lanes(Generic[LaneName]):
         self.splitter: Splitter[LaneName] = Splitter(payload_limit=payload_limit)
         self.reassembler = Reassembler(allocate=allocate)
 
-    @property
-    def is_idle(self) -> bool:
-        """True if no outgoing payload in parts is under way."""
-        return self.splitter.is_idle
-
     def splits(self, size: int) -> bool:
         """Return whether a payload of ``size`` bytes is split."""
         return len(self.members) > 1 and size >= SPREAD_LEAST_BYTES
-
-    def put(
-        self, use: Use, request: int, body: bytes, payload: memoryview, priority: float, topic: Hashable | None = None
-    ) -> bool:
-        """Queue a payload in parts. Return False if there is no room."""
-        return self.splitter.put(use, request, body, payload, priority, topic)
 
     def join(self, lane: LaneName) -> bool:
         """Add a lane. Return False if there are enough."""

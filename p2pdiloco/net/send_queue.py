@@ -86,7 +86,8 @@ class SendQueue:
         self._chunk_bytes = chunk_bytes
         self._control: deque[bytes] = deque()
         self._control_bytes = 0
-        self._payload_bytes = 0
+        self.payload_bytes = 0
+        """Payload bytes that have not been handed out yet."""
         self._waiting: list[tuple[float, int, _Stream]] = []
         self._open: list[_Stream] = []
         self._open_bytes = 0
@@ -106,17 +107,12 @@ class SendQueue:
     @property
     def has_bulk(self) -> bool:
         """True if there are payload bytes to send."""
-        return self._payload_bytes > 0
-
-    @property
-    def payload_bytes(self) -> int:
-        """Payload bytes that have not been handed out yet."""
-        return self._payload_bytes
+        return self.payload_bytes > 0
 
     @property
     def queued_bytes(self) -> int:
         """Control and payload bytes that have not been handed out yet."""
-        return self._control_bytes + self._payload_bytes
+        return self._control_bytes + self.payload_bytes
 
     def put(self, frame: bytes) -> bool:
         """Queue a control frame. Return False if there is no room."""
@@ -140,7 +136,7 @@ class SendQueue:
         replaced = old if old is not None and not old.sent else None
         number = self._free_number()
         frame = encode_start(number, start, body)
-        payload_bytes, control_bytes = self._payload_bytes + len(payload), self._control_bytes + len(frame)
+        payload_bytes, control_bytes = self.payload_bytes + len(payload), self._control_bytes + len(frame)
         if replaced is not None:
             payload_bytes -= replaced.bytes_left
             control_bytes -= 0 if replaced.is_announced else len(replaced.start_frame)
@@ -153,7 +149,7 @@ class SendQueue:
         self._streams[number] = stream
         if topic is not None:
             self._topics[topic] = stream
-        self._payload_bytes += len(payload)
+        self.payload_bytes += len(payload)
         self._control_bytes += len(frame)
         return number
 
@@ -170,7 +166,7 @@ class SendQueue:
         if found is None:
             return
         self._forget(found)
-        self._payload_bytes -= found.bytes_left
+        self.payload_bytes -= found.bytes_left
         if found in self._open:
             self._open.remove(found)
             self._open_bytes -= found.bytes_left
@@ -196,7 +192,7 @@ class SendQueue:
         self._streams.clear()
         self._topics.clear()
         self._parting = None
-        self._control_bytes = self._payload_bytes = self._open_bytes = 0
+        self._control_bytes = self.payload_bytes = self._open_bytes = 0
 
     def next(self, bulk_bytes: int = CHUNK_LIMIT) -> Slice | None:
         """Return the next bytes to write, with at most ``bulk_bytes`` of a payload.
@@ -255,7 +251,7 @@ class SendQueue:
         stream.urgency = (stream.priority, next(self._counter))
         chunk = stream.payload[stream.sent : stream.sent + most]
         stream.sent += len(chunk)
-        self._payload_bytes -= len(chunk)
+        self.payload_bytes -= len(chunk)
         self._open_bytes -= len(chunk)
         if not stream.bytes_left:
             self._open.remove(stream)

@@ -222,7 +222,7 @@ class Session:
     @property
     def is_idle(self) -> bool:
         """True if no request, answer or payload in parts is under way."""
-        return self.lanes.is_idle and not self.outgoing.numbers and not self.incoming.numbers
+        return self.lanes.splitter.is_idle and not self.outgoing.numbers and not self.incoming.numbers
 
     @property
     def queued_bytes(self) -> int:
@@ -344,7 +344,7 @@ class Session:
 
     def refill(self) -> None:
         """Queue parts of payloads that are split over the lanes."""
-        if self.takes_parts and not self.lanes.is_idle:
+        if self.takes_parts and not self.lanes.splitter.is_idle:
             self.lanes.refill(self, self.outbox, self.spending.left)
 
     def _send_payload(
@@ -354,7 +354,7 @@ class Session:
         self._context.touch(self.connection)
         if not self.lanes.splits(len(payload)):
             return self.outbox.put_payload(start, body, payload, priority, topic) is not None
-        is_queued = self.lanes.put(use, request, body, payload, priority, topic)
+        is_queued = self.lanes.splitter.put(use, request, body, payload, priority, topic)
         self._touch_lanes()
         return is_queued
 
@@ -433,7 +433,7 @@ class Session:
                 self._handle_cancel(number)
             case FrameKind.ACK:
                 self.lanes.splitter.acknowledge(self, number)
-                if self.lanes.is_idle:
+                if self.lanes.splitter.is_idle:
                     self._context.touch(self.primary.connection)
             case FrameKind.CREDIT:
                 self.spending.extend(decode_credit(body))

@@ -56,6 +56,8 @@ class LocalHost:
             queue: WorkQueue(queue, begin, threads if queue == "tensors" else 1) for queue in get_args(Queue)
         }
         self._tasks = Tasks()
+        # Problems of the tasks started by ``keep``. Other components may add theirs.
+        self.troubles = self._tasks.troubles
         self.disk = LOCAL
         self.start_learner: StartLearner = partial(LearnerProcess, memory_fd=memory_fd, log_path=learner_log)
 
@@ -90,11 +92,6 @@ class LocalHost:
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
         """Run ``work()`` as a task until the peer ends, and restart it whenever it fails."""
         return self._tasks.keep(work, name=name)
-
-    @property
-    def troubles(self) -> dict[str, str]:
-        """Problems of the tasks started by ``keep``. Other components may add theirs. See ``Tasks``."""
-        return self._tasks.troubles
 
     def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
         """Run ``work`` on a thread of ``queue``; work of one ``shard`` always runs on the same thread."""

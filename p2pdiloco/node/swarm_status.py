@@ -66,7 +66,7 @@ class SwarmStatus:
             message = self.message()
             if message.peers != peers or now() - sent_at >= TELL_S:
                 peers, sent_at = message.peers, now()
-                self._peer.supervision.tell_swarm(message)
+                self._peer.supervision.send(message)
             await asyncio.sleep(LOOK_S)
 
     def message(self) -> learner_ipc.Swarm:

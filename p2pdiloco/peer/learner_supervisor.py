@@ -394,7 +394,7 @@ class LearnerSupervisor:
     def rest(self, reason: str) -> None:
         """Pause the learner's steps while ``reason``, a text for people, is not empty. It still answers the node."""
         self.resting = reason
-        self._send(learner_ipc.Rest(is_resting=bool(reason)))
+        self.send(learner_ipc.Rest(is_resting=bool(reason)))
 
     @property
     def pid(self) -> int | None:
@@ -425,11 +425,7 @@ class LearnerSupervisor:
 
     def save(self) -> None:
         """Ask the learner to save its inner optimizer's state."""
-        self._send(learner_ipc.Save())
-
-    def tell_swarm(self, told: learner_ipc.Swarm) -> None:
-        """Tell a training script about the other peers."""
-        self._send(told)
+        self.send(learner_ipc.Save())
 
     def send_effect(self, effect: ef.ForLearner) -> None:
         """Pass a command of the machine on to the learner."""
@@ -438,22 +434,22 @@ class LearnerSupervisor:
                 if self.child is not None:
                     self.child.snapshots.request(effect)
             case ef.Train():
-                self._send(learner_ipc.Train(block=effect.block))
+                self.send(learner_ipc.Train(block=effect.block))
             case ef.AdoptStep():
-                self._send(learner_ipc.AdoptStep(step=effect.step, tokens=effect.tokens))
+                self.send(learner_ipc.AdoptStep(step=effect.step, tokens=effect.tokens))
             case ef.PauseLearner():
-                self._send(learner_ipc.Pause())
+                self.send(learner_ipc.Pause())
             case ef.MoveEnd():
-                self._send(_end(effect.end))
+                self.send(_end(effect.end))
             case ef.Evaluate():
-                self._send(learner_ipc.Evaluate(version=effect.version))
+                self.send(learner_ipc.Evaluate(version=effect.version))
 
     def _ask_for_snapshot(self, question: ef.Snapshot) -> None:
         at = self._shifts.memory.starts("snapshot", self._state.layout.fragments[question.fragment])
         if at is not None:  # else the learner that was to be asked has ended since
-            self._send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step, at=at))
+            self.send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step, at=at))
 
-    def _send(self, command: learner_ipc.FromNode) -> None:
+    def send(self, command: learner_ipc.FromNode) -> None:
         """Send a command to a learner that has its parameters. One that starts later gets the state of that time."""
         child = self.child
         if child is not None and child.process is not None and child.is_loaded:

@@ -150,6 +150,7 @@ class Transport:
         port_file: Path | None = None,
         narrow_paths: NarrowPaths | None = None,
     ) -> None:
+        self.peer_id = identity.peer_id
         self._limits = limits or TransportLimits()
         self._listen = listen
         self._listeners = Listeners(listen)
@@ -173,6 +174,8 @@ class Transport:
         self._endpoint = Endpoint(self._greeter, self._limits)
         self._tls = TlsContexts()
         self._tasks = Tasks()
+        self.troubles = self._tasks.troubles
+        """Failures of the accepting tasks; see ``Tasks``."""
         self.setup = ConnectionSetup(
             self._new_channel,
             self._abandon,
@@ -238,16 +241,6 @@ class Transport:
         self._turn()
 
     # -- for the user ------------------------------------------------------------------------------------------------
-
-    @property
-    def peer_id(self) -> PeerId:
-        """This peer's id."""
-        return self._greeter.peer
-
-    @property
-    def troubles(self) -> dict[str, str]:
-        """Failures of the accepting tasks; see ``Tasks``."""
-        return self._tasks.troubles
 
     def life_of(self, peer: PeerId) -> str | None:
         """Return the id of the process at the other end; None if ``peer`` is not connected."""

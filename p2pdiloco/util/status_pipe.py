@@ -197,13 +197,14 @@ class StatusReader:
         """Take over ``fd``, and close it at the pipe's end or with this object."""
         os.set_blocking(fd, False)
         self._fd = fd
-        self._close = weakref.finalize(self, os.close, fd)
+        self.close = weakref.finalize(self, os.close, fd)
+        """Stops reading. The child continues."""
         self._partial_line = b""
         self._messages: deque[StatusMessage] = deque(maxlen=MOST_MESSAGES)
 
     def poll(self) -> list[StatusMessage]:
         """Return the messages received so far, oldest first, without waiting."""
-        while self._close.alive:
+        while self.close.alive:
             try:
                 data = os.read(self._fd, LINE_BYTES)
             except BlockingIOError:
@@ -232,7 +233,7 @@ class StatusReader:
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         while (found := self.find(kind)) is None:
-            if not self._close.alive:
+            if not self.close.alive:
                 reason = self.find(Exited)
                 raise StatusPipeError(f"the process ended{'' if reason is None else f': {reason}'}")
             left_s = deadline - time.monotonic()
@@ -240,10 +241,6 @@ class StatusReader:
                 raise StatusPipeError(f"no {kind.__name__} within {timeout_s:g} s")
             poller.poll(1e3 * left_s)
         return found
-
-    def close(self) -> None:
-        """Stop reading. The child continues."""
-        self._close()
 
 
 @contextlib.contextmanager
