@@ -53,7 +53,9 @@ async def run(arguments: argparse.Namespace) -> int:
     if rendezvous and set(listen) <= set(rendezvous):  # both at one port: the daemon listens behind it
         port = _free_port()
         transport.setup.takers[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
-        inner, announced = [f"/ip4/127.0.0.1/tcp/{port}"], announced or _expanded(listen)
+        inner = [f"/ip4/127.0.0.1/tcp/{port}"]
+        # A wildcard is no address to tell others.
+        announced = announced or [str(one) for text in listen for one in sockets.reachable(addresses.parse(text))]
     directory = Directory(
         identity,
         listen=inner,
@@ -92,12 +94,6 @@ def _meeting_addresses(listen: list[str], rendezvous: list[str] | None) -> list[
 def _free_port() -> int:
     with sockets.listen(addresses.parse("/ip4/127.0.0.1/tcp/0")) as probe:
         return int(probe.getsockname()[1])
-
-
-def _expanded(listen: list[str]) -> list[str]:
-    """A wildcard is no address to tell others."""
-    found = [one for text in listen for one in sockets.reachable(addresses.parse(text))]
-    return [str(one) for one in found]
 
 
 async def _announce(directory: Directory, transport: Transport, announced: list[str]) -> None:

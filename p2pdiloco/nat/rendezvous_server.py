@@ -252,12 +252,8 @@ class RendezvousServer:
         reachable = tuple(bool(answer) for answer in answers) if None not in answers else ()
         return Answer(encode(intro.Attended(channel.address.host, channel.address.port, reachable, self._relays)))
 
-    async def _answer_meet(self, peer: PeerId, request: intro.Meet) -> Answer:
-        host = self._channel_of(peer).connection.host
-        return Answer(encode(await self._introduce(peer, host, request)))
-
-    async def _introduce(self, asker: PeerId, host: str, request: intro.Meet) -> intro.Introduced:
-        wanted = PeerId(request.peer)
+    async def _answer_meet(self, asker: PeerId, request: intro.Meet) -> Answer:
+        host, wanted = self._channel_of(asker).connection.host, PeerId(request.peer)
         if wanted not in self._attending or self._transport.channel_of(wanted) is None:
             raise RequestRefused(f"{wanted} is not registered here")
         loop = asyncio.get_running_loop()
@@ -274,7 +270,7 @@ class RendezvousServer:
             self.introducer.withdraw(own, loop.time())
             self._apply_events()
             raise RequestRefused(f"{wanted} did not follow the call: {error}") from error
-        return intro.Introduced(own)
+        return Answer(encode(intro.Introduced(own)))
 
     async def _dial_back(self, host: str, port: int, token: bytes) -> bool | None:
         """Return whether ``port`` of ``host`` answers, or None if the rate limit for that host is reached."""

@@ -422,15 +422,21 @@ class Session:
             case FrameKind.MESSAGE:
                 self._context.emit(Message(self.connection, body, None))
             case FrameKind.REQUEST:
-                self._handle_request(number, *decode_request(body))
+                if not self.incoming.begin(number, *decode_request(body)):
+                    busy = f"busy: {len(self.incoming.numbers)} of your requests are being answered"
+                    self._send_refusal(number, busy)
             case FrameKind.ANSWER:
                 self.outgoing.resolve(number, Response(body, None))
             case FrameKind.REFUSAL:
                 self.outgoing.reject(number, RequestRefused(decode_text(body)))
             case FrameKind.WITHDRAW:
-                self._handle_withdraw(number)
+                self.incoming.withdraw(number)
+                self.outbox.withdraw(number)
+                self._cancel_parts(self.lanes.splitter.withdraw(number))
             case FrameKind.CANCEL:
-                self._handle_cancel(number)
+                # The other side does not want this stream, nor the whole payload that it is part of.
+                self.outbox.cancel(number)
+                self._cancel_parts(self.lanes.splitter.refuse(self, number))
             case FrameKind.ACK:
                 self.lanes.splitter.acknowledge(self, number)
                 if self.lanes.splitter.is_idle:
@@ -441,24 +447,10 @@ class Session:
             case _:
                 raise FrameError(f"a {kind.name} frame is not allowed at this point")
 
-    def _handle_request(self, number: int, max_payload: int, body: bytes) -> None:
-        if not self.incoming.begin(number, max_payload, body):
-            self._send_refusal(number, f"busy: {len(self.incoming.numbers)} of your requests are being answered")
-
     def expire_answer(self, number: int) -> None:
         """Refuse a request that the user did not answer in time."""
         self.incoming.withdraw(number)
         self._send_refusal(number, f"the answer took longer than {self._context.limits.answer_s:g} s")
-
-    def _handle_withdraw(self, number: int) -> None:
-        self.incoming.withdraw(number)
-        self.outbox.withdraw(number)
-        self._cancel_parts(self.lanes.splitter.withdraw(number))
-
-    def _handle_cancel(self, stream: int) -> None:
-        """Stop a stream that the other side does not want, and the whole payload that it is part of."""
-        self.outbox.cancel(stream)
-        self._cancel_parts(self.lanes.splitter.refuse(self, stream))
 
     def _cancel_parts(self, parts: list[tuple[Session, int]]) -> None:
         for lane, stream in parts:

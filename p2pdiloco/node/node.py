@@ -224,7 +224,7 @@ class Node:
                 telemetry=telemetry,
                 initial=initial,
             )
-            events.subscribe(MembershipLost, node._on_membership_lost)
+            events.subscribe(MembershipLost, lambda event: peer.end_in_order(Ending(2, event.reason)))
             events.subscribe(Prolonged, node._on_prolonged)
             node._on_prolonged(Prolonged(membership_sync.members.prolonged_to))
             events.subscribe(IdentityTaken, node._on_identity_taken)
@@ -289,9 +289,6 @@ class Node:
         """Shut down gracefully because the machine has too little memory for this peer."""
         self._leaves.set()
         self.peer.end_in_order(Ending(1, reason))
-
-    def _on_membership_lost(self, event: MembershipLost) -> None:
-        self.peer.end_in_order(Ending(2, event.reason))
 
     def _on_prolonged(self, event: Prolonged) -> None:
         self.peer.move_end(end_of(self.peer.manifest.config, event.last))

@@ -324,17 +324,13 @@ def mark_good(folder: Path, number: int, disk: Disk = LOCAL) -> None:
 
 def good_number(folder: Path, disk: Disk = LOCAL) -> int | None:
     """Return the number of the known-good checkpoint in ``folder``, or None."""
-    names = disk.names(folder)
-    marked = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(GOOD) for name in names if name.endswith(GOOD))
-    there = set(_numbers(disk, folder))
-    return max((int(number) for number in marked if number.isdecimal() and int(number) in there), default=None)
+    marked = set(numbers(folder, disk, CHECKPOINT_PREFIX, GOOD))
+    return max(marked.intersection(_numbers(disk, folder)), default=None)
 
 
 def _numbers(disk: Disk, folder: Path) -> list[int]:
     """Return the numbers of the checkpoints in ``folder``, newest first."""
-    names = (name for name in disk.names(folder) if name.startswith(CHECKPOINT_PREFIX) and name.endswith(".json"))
-    stems = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(".json") for name in names)
-    return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
+    return numbers(folder, disk, CHECKPOINT_PREFIX, ".json")[::-1]
 
 
 def _read_index(disk: Disk, folder: Path, number: int) -> Index:

@@ -61,11 +61,12 @@ class CodecChoice:
         """Choose the codec of the next payload of ``shard``; None if the run fixes it."""
         if (self._codec.up if direction == "up" else self._codec.down) != "auto":
             return None
-        step_s, rate = self._view.fastest_step_time_s(), self._rate()
+        schedule, step_s, rate = self._schedule, self._view.fastest_step_time_s(), self._rate()
+        rounds_at_once = max(1.0, schedule.overlap * schedule.fragments / schedule.sync_every)
         rung = choose(
             self._parameters(shard),
-            bytes_per_s=rate / self._rounds_at_once() if rate is not None and step_s > 0.0 else None,
-            time_s=self._schedule.overlap * step_s / 2,
+            bytes_per_s=rate / rounds_at_once if rate is not None and step_s > 0.0 else None,
+            time_s=schedule.overlap * step_s / 2,
             coarsest=self._codec.coarsest,
         )
         return rung if direction == "up" else downward(rung)
@@ -103,7 +104,3 @@ class CodecChoice:
         fragment = self._layout.fragments[self._layout.shards[shard].fragment]
         peers = 1 + len(self._view.live)
         return sum(self._layout.shards[s].elements for s in fragment) * (peers - 1) / peers
-
-    def _rounds_at_once(self) -> float:
-        schedule = self._schedule
-        return max(1.0, schedule.overlap * schedule.fragments / schedule.sync_every)

@@ -149,10 +149,10 @@ def path_of(folder: Path, number: int) -> Path:
     return folder / f"{SEGMENT_PREFIX}{number:08d}{SEGMENT_SUFFIX}"
 
 
-def numbers(folder: Path, disk: Disk) -> list[int]:
-    """Return the numbers of the segments in ``folder``, oldest first."""
-    names = (name for name in disk.names(folder) if name.startswith(SEGMENT_PREFIX) and name.endswith(SEGMENT_SUFFIX))
-    stems = (name.removeprefix(SEGMENT_PREFIX).removesuffix(SEGMENT_SUFFIX) for name in names)
+def numbers(folder: Path, disk: Disk, prefix: str = SEGMENT_PREFIX, suffix: str = SEGMENT_SUFFIX) -> list[int]:
+    """Return the numbers of the segments, or of other files with numbers, in ``folder``, the lowest first."""
+    names = (name for name in disk.names(folder) if name.startswith(prefix) and name.endswith(suffix))
+    stems = (name.removeprefix(prefix).removesuffix(suffix) for name in names)
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 

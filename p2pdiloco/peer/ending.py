@@ -6,8 +6,6 @@ a defect in this program.
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 
 from p2pdiloco.protocol.view import MachineView
@@ -24,29 +22,6 @@ class Ending(msgspec.Struct, frozen=True):
 
     status: int
     reason: str
-
-
-class End:
-    """The end of one peer: whether it is reached, and why."""
-
-    def __init__(self) -> None:
-        self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # An ending that overrides the ordinary one.
-        self.cause: Ending | None = None
-
-    @property
-    def is_reached(self) -> bool:
-        """True when the peer is ending."""
-        return self._reason.done()
-
-    def reach(self, reason: str) -> None:
-        """Set the reason, unless one is set already."""
-        if not self._reason.done():
-            self._reason.set_result(reason)
-
-    async def reason(self) -> str:
-        """Wait for the end; return its reason."""
-        return await self._reason
 
 
 def ordinary_ending(

@@ -220,7 +220,10 @@ class LearnerSupervisor:
             if self.is_over:  # the peer ended during the start, and ``lives`` was closed before this learner was in it
                 await lives.aclose()
                 return
-            self._on_started()
+            if self.absence:
+                self.absence = ""
+                log.info("the learner was started")
+            self._metrics.learner_began()
             starts.reset()
             if child.process.is_adopted and self._manifest is None:
                 log.info("reconnected to the learner, which trained on while the node was away")
@@ -263,13 +266,6 @@ class LearnerSupervisor:
             pause_s=pause_s,
         )
         await self._host.sleep(pause_s)
-
-    def _on_started(self) -> None:
-        """Note that a learner process has started."""
-        if self.absence:
-            self.absence = ""
-            log.info("the learner was started")
-        self._metrics.learner_began()
 
     async def wait_for_script(self) -> None:
         """Wait until the training script has the global parameters, at most ``reattach_s``."""

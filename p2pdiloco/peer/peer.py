@@ -25,7 +25,7 @@ from p2pdiloco.peer.commit_wal import CommitLog
 from p2pdiloco.peer.convictions import ConvictionFile
 from p2pdiloco.peer.disk_budget import DiskBudget
 from p2pdiloco.peer.driver import Defect, Driver, Observed, Output
-from p2pdiloco.peer.ending import APART, End, Ending, ordinary_ending
+from p2pdiloco.peer.ending import APART, Ending, ordinary_ending
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.learner_supervisor import LearnerSupervisor
 from p2pdiloco.peer.learner_updates import Shifts
@@ -114,7 +114,10 @@ class Peer:
         self.config = protocol_config(manifest, options, identity.peer_id)
         self.machine = Machine(self.config)
         self.metrics = metrics
-        self._end = End()
+        # The reason for which this peer ends, once it is known.
+        self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # An ending that overrides the ordinary one.
+        self._cause: Ending | None = None
         self._rates: RateLimiter[tuple[PeerId, type]] = RateLimiter(burst=MESSAGE_BURST, per_s=MESSAGES_PER_S)
         self.state = ModelState(
             layout,
@@ -217,10 +220,10 @@ class Peer:
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self._look_after_learner(lives), name="learner")
-            reason = await self._end.reason()
+            reason = await self._reason
             await self.supervision.wait_for_script()
             self.supervision.is_over = True
-        ending = self._end.cause or ordinary_ending(
+        ending = self._cause or ordinary_ending(
             reason,
             self.machine.view,
             needs_majority=self.config.needs_majority,
@@ -275,19 +278,17 @@ class Peer:
         """Return a warning if this peer's own contributions point away from the others', in the merges that it made
         itself."""
         times = self.state.dissenters().get(self.config.peer)
+        if times is None:
+            return ""
         return (
-            ""
-            if times is None
-            else (
-                f"the last {times} contributions of this peer that could be compared point away from the others': "
-                "check its data and its learning rate"
-            )
+            f"the last {times} contributions of this peer that could be compared point away from the others': check "
+            "its data and its learning rate"
         )
 
     @property
     def is_over(self) -> bool:
         """True if the peer is ending."""
-        return self._end.is_reached
+        return self._reason.done()
 
     @property
     def is_saved(self) -> bool:
@@ -306,15 +307,19 @@ class Peer:
     def end_in_order(self, ending: Ending) -> None:
         """Save and leave in order, with this ending instead of the ordinary one."""
         if not self.is_over:
-            self._end.cause = ending
+            self._cause = ending
             self.request_leave(ending.reason)
 
     def end_at_once(self, ending: Ending) -> None:
         """End at once, without contributing or saving."""
         self.supervision.stop_waiting()
-        self._end.cause = ending
+        self._cause = ending
         self.driver.close()
-        self._end.reach(ending.reason)
+        self._end(ending.reason)
+
+    def _end(self, reason: str) -> None:
+        if not self.is_over:
+            self._reason.set_result(reason)
 
     # -- output of the driver ------------------------------------------------------------------------------------------
 
@@ -331,7 +336,7 @@ class Peer:
             case ef.BecameCurrent():
                 self._become_current()
             case ef.Leave():
-                self._end.reach(output.reason)
+                self._end(output.reason)
             case Defect():
                 self._crash(output.error)
             case _:
@@ -355,7 +360,7 @@ class Peer:
             await self._downloads.arrivals.clear()
 
     def _learner_gave_up(self, status: int, reason: str) -> None:
-        self._end.cause = Ending(status, reason)
+        self._cause = Ending(status, reason)
         self.request_leave("the learner cannot go on")
 
     # -- connections ---------------------------------------------------------------------------------------------------

@@ -66,7 +66,10 @@ class ConnectFallback:
             delay_s += 0.0 if record.points else UNNAMED_S
             ways.append((delay_s, self._connect_by_rendezvous(peer, record.points)))
         if not ways:
-            raise DialError(_no_address_text(record))
+            if not record.addresses:
+                raise DialError("it publishes no address")
+            told = ", ".join(record.addresses)
+            raise DialError(f"{told} is in another network, and the peer uses no rendezvous server")
         impostor: Impostor | None = None
         running = {asyncio.create_task(_run_after(delay_s, way), name=f"way to {peer}") for delay_s, way in ways}
         pending = running
@@ -147,12 +150,6 @@ def _rank(address: Address, theirs: Sequence[str], ours: frozenset[str]) -> int 
 def _is_private(text: str) -> bool:
     address = addresses.parse(text)
     return address.family not in ("dns", "dns4") and not ipaddress.ip_address(address.host).is_global
-
-
-def _no_address_text(record: PeerRecord) -> str:
-    if not record.addresses:
-        return "it publishes no address"
-    return f"{', '.join(record.addresses)} is in another network, and the peer uses no rendezvous server"
 
 
 async def _run_after(delay_s: float, way: Coroutine[Any, Any, PeerId]) -> PeerId:

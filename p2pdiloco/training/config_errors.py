@@ -39,7 +39,7 @@ def in_words(error: msgspec.ValidationError, written: object, form: type) -> str
     key = at.group(1) if at else ""
     said = text[: at.start()] if at else text
     if (found := re.fullmatch(r"Object contains unknown field `(.*)`", said)) is not None:
-        known = _keys(form, key)
+        known = [field.encode_name for field in getattr(_type_at(form, key), "fields", ())]
         near = difflib.get_close_matches(found[1], known, n=1)
         where = f"{key}." if key else ""
         hint = f"did you mean {where}{near[0]}?" if near else f"there are {', '.join(known)}"
@@ -85,10 +85,6 @@ def _struct(found: Any) -> Any:
     if isinstance(found, inspect.UnionType):
         return next((one for one in found.types if hasattr(one, "fields") or hasattr(one, "values")), found)
     return found
-
-
-def _keys(form: type, key: str) -> list[str]:
-    return [field.encode_name for field in getattr(_type_at(form, key), "fields", ())]
 
 
 def _choices(form: type, key: str) -> list[str]:
