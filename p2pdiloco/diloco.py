@@ -266,7 +266,6 @@ class DiLoCo(SwarmView):
     def _node_request(
         self, run: str, initial_peers: object, found: object, node_options: object, stay_s: object
     ) -> NodeRequest:
-        """Return what this script asks of its node."""
         is_founder = script_arguments.is_founder(found)
         peers = script_arguments.peers(initial_peers, is_founder)
         options, stay_s = script_arguments.node_options(node_options), script_arguments.stay_s(stay_s)

@@ -76,7 +76,6 @@ _LOOK_S = 0.05
 
 
 def _show(message: StatusMessage) -> None:
-    """Print a message of the node for the script's user."""
     is_notebook = "ipykernel" in sys.modules  # its output is shown to the person who runs it
     shown = str(message) if sys.stderr.isatty() or is_notebook else message.public
     print(printable(shown, keeps="\n"), file=sys.stderr, flush=True)  # noqa: T201

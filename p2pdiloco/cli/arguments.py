@@ -53,7 +53,6 @@ def add_common_arguments(sub: argparse.ArgumentParser, *, is_quiet: bool) -> Non
 
 
 def _group(sub: argparse.ArgumentParser, title: str) -> argparse._ActionsContainer:
-    """The group of that title, added if it is missing."""
     found = [group for group in sub._action_groups if group.title == title]
     return found[0] if found else sub.add_argument_group(title)
 

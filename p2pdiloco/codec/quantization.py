@@ -331,7 +331,6 @@ def _require_chunk(out: Tensor) -> None:
 
 
 def _unpack(cut: Cut, codec: Codec) -> None:
-    """Unpack the cut's symbols, to be multiplied by its scales."""
     formats.unpack(cut.packed, FORMATS[codec].bits, cut.symbols)
     if codec == "e3m0":
         formats.from_exponents(cut.symbols, scratch.narrow.view(torch.uint8)[: 2 * cut.symbols.numel()])

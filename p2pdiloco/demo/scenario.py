@@ -119,7 +119,6 @@ class _Screen:
         print(f"  * {text}", flush=True)
 
     def show(self, members: Sequence[Member], elapsed_s: float) -> None:
-        """Print the state of all peers."""
         if self._is_terminal:
             self._erase()
             lines = [self._summary(members, elapsed_s), *(m.line() for m in members)]

@@ -636,7 +636,6 @@ class Directory:
         )
 
     async def _join(self, answered: list[PeerId]) -> None:
-        """Join the DHT of the peers that ``answered``."""
         CLOCK.adopt(await self._clocks_of(answered))
         self._check_clock()
         if answered:

@@ -433,7 +433,6 @@ def _write_temporary_identity(identity: Identity) -> Path:
 
 
 def _host(text: str) -> str:
-    """Return the host of a multiaddr."""
     return addresses.parse(text).host
 
 

@@ -578,7 +578,6 @@ class Endpoint:
             return connection.has_unread
 
     def _handle_lifecycle(self, event: Proved | Ended) -> None:
-        """Do the endpoint's own part in handling an event."""
         connection = self.connections[event.connection]
         match event:
             case Proved():

@@ -254,7 +254,6 @@ class ReceiveBuffer:
         self._position, self._end = 0, left
 
     def _finish(self, header: Header) -> Event | None:
-        """Handle the current frame, which is complete."""
         target = self._target
         self._header = self._target = None
         if header.kind is not FrameKind.CHUNK:

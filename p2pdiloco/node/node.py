@@ -380,7 +380,6 @@ class Node:
         return self.reporter.status(self.peer)
 
     async def _log_progress(self) -> None:
-        """Log a progress line every PROGRESS_S."""
         outlook = EtaEstimator()
         while True:
             await asyncio.sleep(PROGRESS_S)

@@ -147,7 +147,6 @@ class _Canvas:
         self._kinds[cell] = kind
 
     def row(self, row: int) -> Line:
-        """Return one row of characters."""
         return [
             Cell(chr(BRAILLE + self._dots[row, column]), self._kinds[row, column])
             if (row, column) in self._dots

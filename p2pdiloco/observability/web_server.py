@@ -306,7 +306,6 @@ def _event(name: str, value: RunSnapshot | History) -> bytes:
 
 
 def _verdict(trouble: str) -> web.Response:
-    """Return status 200, or 503 with the reason."""
     return web.Response(status=503 if trouble else 200, text=f"{trouble or 'ok'}\n")
 
 

@@ -399,7 +399,6 @@ class Auditor:
             )
 
     async def _ask(self, peer: PeerId, header: CommitHeader, digest: Digest, case: _Case) -> Held | None:
-        """Return a payload from ``peer``."""
         most = self._most_bytes(header)
         timeout_s = min(case.until - self._host.now(), case.answer_s + most / SLOWEST_BYTES_PER_S)
         if timeout_s <= 0.0:

@@ -213,7 +213,6 @@ class CheckpointWriter:
             waits_since = self._host.now()
 
     async def _follow(self) -> None:
-        """Log the new commits."""
         async with self._one_at_a_time:
             if not self._driver.is_closed:
                 await self._follower.follow()

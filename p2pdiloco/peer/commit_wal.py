@@ -353,7 +353,6 @@ class CommitLog:
     # -- the segment that is appended to -------------------------------------------------------------------------------
 
     def _begin(self, number: int) -> None:
-        """Create a segment and sync it."""
         path, self._path = path_of(self._folder, number), None
         try:
             self._host.disk.write(path, [MAGIC])

@@ -192,7 +192,6 @@ class StateServer:
         return copy
 
     def _look_later(self) -> None:
-        """Schedule a check for unused copies."""
         if not self._is_looking:
             self._is_looking = True
             self._host.call_at(self._host.now() + KEEP_S, self._drop_and_look_later)

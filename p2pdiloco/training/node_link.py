@@ -411,7 +411,6 @@ class NodeLink:
                 self._flat.pin((slot,))
 
     def _parts(self, vector: Tensor, shards: Sequence[ShardId], at: Sequence[int]) -> list[Tensor]:
-        """Return each shard's part of a vector."""
         pieces = ((self._flat.layout.shards[shard], moved) for shard, moved in moves(self._flat.layout, shards, at))
         return [vector[piece.start + moved : piece.stop + moved] for piece, moved in pieces]
 

@@ -54,7 +54,6 @@ class Muon(torch.optim.Optimizer):
         return None
 
     def _step_together(self, parameters: list[Tensor], lr: float, weight_decay: float, momentum: float) -> None:
-        """Make one step of parameters of one shape."""
         for p in parameters:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)

@@ -340,7 +340,6 @@ def _architecture(folder: Path) -> tuple[Any, Any]:
 
 
 def _class_of(own: Any, where: str) -> Any:
-    """Return transformers' class for a configuration."""
     transformers = _transformers()
     if own.architectures:
         kind = getattr(transformers, own.architectures[0], None)

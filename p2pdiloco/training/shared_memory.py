@@ -51,7 +51,6 @@ def _stride(elements: int) -> int:
 
 
 def _size(elements: int, ring: int) -> int:
-    """Return the bytes of the whole memory."""
     return _stride(elements) + 2 * _stride(ring)
 
 

@@ -346,7 +346,6 @@ class HandshakePool:
             self._blocklist_timer = self._blocklist_timer or loop.call_at(soon, self._update_blocklist)
 
     def _update_blocklist(self) -> None:
-        """Block exactly the machines that are excluded now."""
         loop = asyncio.get_running_loop()
         machines = self._exclusion.machines(loop.time())
         by_kernel = [block(listener, machines) for listener in self._listeners]

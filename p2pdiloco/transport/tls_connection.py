@@ -97,7 +97,6 @@ class Channel(asyncio.BufferedProtocol):
         return sockets.path_of(raw) if raw is not None and not self.connection.is_over else None
 
     def _pace(self, bytes_per_s: float | None) -> None:
-        """Limit the kernel's send rate."""
         raw = self.transport.get_extra_info("socket") if self.transport is not None else None
         if raw is not None and not self.connection.is_over:
             sockets.pace(raw, bytes_per_s)

@@ -512,7 +512,6 @@ class Transport:
     # -- events of the endpoint --------------------------------------------------------------------------------------
 
     def _handle_event(self, event: ev.Event) -> None:
-        """Pass an event to the handler, to the waiting request, or to the connection's channel."""
         match event:
             case ev.Message():
                 taken = self._handler.message(

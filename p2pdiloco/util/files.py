@@ -274,7 +274,6 @@ class _Writer:
                 self._flush(STAGING_BYTES)
 
     def end(self) -> None:
-        """Write the remaining bytes."""
         if self._staged:
             self._flush(-(-self._staged // SECTOR_BYTES) * SECTOR_BYTES)
             if self._is_new:
