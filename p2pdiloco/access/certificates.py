@@ -18,17 +18,16 @@ Rules of this file:
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from enum import IntEnum
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.wire.peer_ids import key_of, peer_id_of
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
+from p2pdiloco.wire.peer_ids import Sign, Verify, key_of, peer_id_of
 
 CONTEXT = b"p2pdiloco certificate 2\x00"
-SIGNATURE_BYTES = 64
 _BODY = struct.Struct(">BB32sIIH")
 CERTIFICATE_BYTES = _BODY.size + SIGNATURE_BYTES
 HINT_BYTES = 4
@@ -42,9 +41,6 @@ CAP_UNIT = 0.001
 """Unit of ``Certificate.cap``, in ownership weight."""
 USES_LIMIT = 256
 """Maximum number of peers that an invite may admit."""
-
-Sign = Callable[[bytes], bytes]
-Verify = Callable[[PeerId, bytes, bytes], bool]
 
 
 class CertificateError(ValueError):

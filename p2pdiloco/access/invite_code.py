@@ -24,8 +24,9 @@ from collections.abc import Sequence
 import base58
 from msgspec import Struct
 
-from p2pdiloco.access.certificates import HINT_BYTES, SIGNATURE_BYTES, Kind, Role, are_uses_valid
+from p2pdiloco.access.certificates import HINT_BYTES, Kind, Role, are_uses_valid
 from p2pdiloco.protocol.ids import DIGEST_BYTES, PeerId, RunId, digest_of
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 PREFIX = "p2pdiloco"

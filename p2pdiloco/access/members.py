@@ -44,7 +44,6 @@ from p2pdiloco.access.certificates import (
     Grant,
     Kind,
     Role,
-    Verify,
     decode_chain,
     follow,
     hint_of,
@@ -64,7 +63,7 @@ from p2pdiloco.access.membership_log import (
 )
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Access
-from p2pdiloco.wire.peer_ids import is_key
+from p2pdiloco.wire.peer_ids import Verify, is_key
 
 UNSEEN_LIMIT = 256
 """Maximum number of unseen peers of one invite. All members must know whom a commit may name, so that it does not

@@ -23,20 +23,18 @@ from msgspec import Struct
 from p2pdiloco.access.certificates import (
     CHAIN_LIMIT,
     HINT_BYTES,
-    SIGNATURE_BYTES,
     CertificateError,
     Grant,
     Kind,
     Role,
-    Sign,
-    Verify,
     decode_chain,
     follow,
     hint_of,
 )
 from p2pdiloco.protocol.config import MOST_BUDGET
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
-from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
+from p2pdiloco.wire.peer_ids import KEY_BYTES, Sign, Verify, key_of, peer_id_of
 
 INTRODUCTION, BAN, CLOSING, PROLONGING = b"i", b"b", b"c", b"p"
 _SIGNED = {BAN: "ban", CLOSING: "closing", PROLONGING: "prolonging"}

@@ -33,6 +33,8 @@ from p2pdiloco.access.members import NotAMemberError
 from p2pdiloco.net.authorization import Authorizer, OpenAuthorizer
 from p2pdiloco.net.frames import HANDSHAKE_LIMIT
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
+from p2pdiloco.wire.peer_ids import Sign, Verify
 
 MAGIC = "p2pdiloco"
 WIRE_VERSION = 4
@@ -42,10 +44,6 @@ to a newer release.)"""
 CONTEXT = b"p2pdiloco handshake 1\x00"
 TAG_CONTEXT = b"p2pdiloco run 1\x00"
 NONCE_BYTES = 32
-SIGNATURE_BYTES = 64
-
-Sign = Callable[[bytes], bytes]
-Verify = Callable[[PeerId, bytes, bytes], bool]
 
 
 class Role(Enum):

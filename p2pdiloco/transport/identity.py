@@ -19,11 +19,11 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.util.errors import UserError
 from p2pdiloco.util.files import LockedError, lock, make_parent, read_regular, sync_folder, write_temporary
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
-SIGNATURE_BYTES = 64
 KEY_FILE = "identity.key"
 """Name of the key file in a peer's state folder, unless the user names another file."""
 FILE_PREFIX = b"\x08\x01\x12\x40"

@@ -11,7 +11,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -19,9 +18,10 @@ from msgspec import Meta, Struct
 
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import Name
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
+from p2pdiloco.wire.peer_ids import Sign, Verify
 
 CONTEXT = b"p2pdiloco record 1\x00"
-SIGNATURE_BYTES = 64
 RECORD_LIMIT = 16 << 10
 """Maximum bytes of a stored value. All records under one key must stay below 1 MiB together."""
 BODY_LIMIT = RECORD_LIMIT - 4096
@@ -34,9 +34,6 @@ RUNS_TOPIC = "p2pdiloco/runs"
 POINTS_TOPIC = "p2pdiloco/points"
 """Topic of rendezvous servers that take part in no run (nat/messages.py)."""
 PEERS_CONTEXT = b"p2pdiloco topic 1\x00"
-
-Sign = Callable[[bytes], bytes]
-Verify = Callable[[PeerId, bytes, bytes], bool]
 
 
 class Envelope(Struct, frozen=True, kw_only=True):

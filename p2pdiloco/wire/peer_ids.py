@@ -6,6 +6,7 @@ https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import base58
@@ -13,6 +14,10 @@ import base58
 from p2pdiloco.protocol.ids import PeerId
 
 KEY_BYTES = 32
+Sign = Callable[[bytes], bytes]
+"""Returns a signature made with a peer's key."""
+Verify = Callable[[PeerId, bytes, bytes], bool]
+"""Returns whether a peer has signed data: peer, data, signature."""
 ID_PREFIX = b"\x00\x24\x08\x01\x12\x20"
 """Multihash "identity" with 36 bytes, then protobuf: key type Ed25519, then 32 bytes of data."""
 ID_TEXT_LIMIT = 64
