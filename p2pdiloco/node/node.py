@@ -389,7 +389,7 @@ class Node:
                 log.info("progress", **progress_fields(status), **outlook.look(self.host.now(), status), **resting)
 
     def _write_report(self, ending: Ending) -> None:
-        status, traffic = self.status(), self.peer.driver.traffic
+        status, sent_up, sent_down = self.status(), self.peer.driver.sent_up, self.peer.driver.sent_down
         heads = self.peer.machine.view.known_heads
         report = {
             **msgspec.structs.asdict(status),
@@ -401,10 +401,10 @@ class Node:
             "learner": self.peer.supervision.learner,
             "learner_tokens": self.metrics.learner_tokens,
             "faults": dict(self.metrics.faults),
-            "up_bytes_per_parameter": traffic.up_per_parameter(),
-            "down_bytes_per_parameter": traffic.down_per_parameter(),
-            "up_payload_bytes": traffic.up_bytes,
-            "down_payload_bytes": traffic.down_bytes,
+            "up_bytes_per_parameter": sent_up.per_parameter(),
+            "down_bytes_per_parameter": sent_down.per_parameter(),
+            "up_payload_bytes": sent_up.bytes,
+            "down_payload_bytes": sent_down.bytes,
         }
         try:
             write_atomically(self.options.folder / "report.json", json.dumps(report, indent=2).encode())

@@ -95,7 +95,8 @@ class Driver:
         self.store = store
         self.commit_log = commit_log
         self._convictions = convictions
-        self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
+        elements = [shard.elements for shard in state.layout.shards]
+        self.sent_up, self.sent_down = PayloadTraffic(elements), PayloadTraffic(elements)
         self.is_closed = False
         self._machine = machine
         self.view = machine.view
@@ -195,7 +196,7 @@ class Driver:
                 if held is None:
                     self.feed(ev.Failed("give", shard, None, "an own payload is gone"))
                     return
-                self.traffic.sent_up(shard, held, len(effect.peers))
+                self.sent_up.count(shard, held, len(effect.peers))
                 topic = f"contribution {shard}"  # A later one covers an earlier one's tokens (rule T5).
                 told = encode(message)
                 self.store.fetch(held, lambda data: self._deliver(effect.peers, told, data, topic), lambda: None)
@@ -208,7 +209,7 @@ class Driver:
                     advice()
                     return
                 (held, parts_of), told = parts, encode(message)
-                self.traffic.sent_down(header.shard, held, len(effect.peers))
+                self.sent_down.count(header.shard, held, len(effect.peers))
                 self.store.fetch(
                     held, lambda data: self._deliver(effect.peers, told, join_commit(parts_of(data))), advice
                 )
@@ -391,7 +392,7 @@ class Driver:
             length=float(f"{merged.length:.4g}"),
             cosine=None if cosine is None else round(cosine, 4),
         )
-        found = self.state.dissenters()
+        found = self.state.agreement.dissenters()
         for peer in sorted(found.keys() - self._dissenters):
             text = (
                 f"{found[peer]} contributions of {peer} point away from most others': its "

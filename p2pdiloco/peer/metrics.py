@@ -182,29 +182,20 @@ FRAMING_BYTES = 256
 
 
 class PayloadTraffic:
-    """Counts payload bytes on the wire per parameter: up (contributions to owners) and down (commits from owners)."""
+    """Counts payload bytes on the wire per parameter, in one direction: of contributions to owners, or of commits from
+    owners."""
 
     def __init__(self, elements: Sequence[int]) -> None:
+        """``elements``: number of parameters of each shard."""
         self._elements = elements
-        self.up_bytes = 0
-        self.up_parameters = 0
-        self.down_bytes = 0
-        self.down_parameters = 0
+        self.bytes = 0
+        self._parameters = 0
 
-    def sent_up(self, shard: int, payload: Sized, receivers: int) -> None:
-        """Count a contribution that was sent to ``receivers`` owners."""
-        self.up_bytes += receivers * (len(payload) + FRAMING_BYTES)
-        self.up_parameters += receivers * self._elements[shard]
+    def count(self, shard: int, payload: Sized, receivers: int) -> None:
+        """Count a payload that was sent to ``receivers`` peers."""
+        self.bytes += receivers * (len(payload) + FRAMING_BYTES)
+        self._parameters += receivers * self._elements[shard]
 
-    def sent_down(self, shard: int, payload: Sized, receivers: int) -> None:
-        """Count a commit that was sent to ``receivers`` peers."""
-        self.down_bytes += receivers * (len(payload) + FRAMING_BYTES)
-        self.down_parameters += receivers * self._elements[shard]
-
-    def up_per_parameter(self) -> float:
-        """Return the bytes per contributed parameter; 0 if there were none."""
-        return self.up_bytes / self.up_parameters if self.up_parameters else 0.0
-
-    def down_per_parameter(self) -> float:
-        """Return the bytes per committed parameter; 0 if there were none."""
-        return self.down_bytes / self.down_parameters if self.down_parameters else 0.0
+    def per_parameter(self) -> float:
+        """Return the bytes per parameter that was sent; 0 if there were none."""
+        return self.bytes / self._parameters if self._parameters else 0.0

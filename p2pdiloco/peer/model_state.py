@@ -39,40 +39,6 @@ new_random: Callable[[], random.Random] = random.Random
 """Makes the source of a peer's draws. The simulator of whole peers sets one whose draws can be repeated."""
 
 
-# -- Own merges --------------------------------------------------------------------------------------------------------
-# Merged steps that this peer made as an owner, until they are committed.
-
-
-class _Ready(NamedTuple):
-    """A merged step whose digests were computed here, so they need no check when it is applied."""
-
-    base: Digest
-    payload: Digest
-    bodies: Sequence[Body]
-
-
-class PendingMerges:
-    """Merged steps of this peer as an owner, by shard."""
-
-    def __init__(self) -> None:
-        self._ready: dict[ShardId, _Ready] = {}
-
-    def put(self, shard: ShardId, base: Digest, payload: Digest, bodies: Sequence[Body]) -> None:
-        """Remember that the step after ``base`` was encoded as ``bodies``."""
-        self._ready[shard] = _Ready(base, payload, bodies)
-
-    def take(self, shard: ShardId, parent: Digest, payload: Digest) -> Sequence[Body] | None:
-        """Return the bodies of the commit after ``parent`` that is applied now, if it was made here, else None."""
-        ready = self._ready.pop(shard, None)
-        if ready is None or ready.base != parent or ready.payload != payload:
-            return None
-        return ready.bodies
-
-    def forget(self, shard: ShardId) -> None:
-        """Discard the shard's pending step, because its state was replaced."""
-        self._ready.pop(shard, None)
-
-
 # -- Staged states -----------------------------------------------------------------------------------------------------
 # A fetched state, until it is installed.
 
@@ -171,6 +137,14 @@ class MergeResult(NamedTuple):
     """Per cent of each contribution's weight that counted; empty: all of all."""
 
 
+class _Ready(NamedTuple):
+    """A merged step whose digests were computed here, so they need no check when it is applied."""
+
+    base: Digest
+    payload: Digest
+    bodies: Sequence[Body]
+
+
 class _Scratch(threading.local):
     """Reused vectors of one thread, because fresh memory costs more than the arithmetic in it.
 
@@ -219,8 +193,9 @@ class ModelState:
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.integrity = Integrity([quantization.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
-        self._pending_merges = PendingMerges()
-        self._agreement = agreement.AgreementHistory()
+        # Merged steps that this peer made as an owner, until they are committed.
+        self._ready: dict[ShardId, _Ready] = {}
+        self.agreement = agreement.AgreementHistory()
         self._draw = new_random()
         # This learner's newest contribution with its bodies. Half a byte per parameter, but saves a decompression.
         self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
@@ -343,8 +318,10 @@ class ModelState:
         shard, parent = header.shard, header.parent
         if self.heads[shard] != parent or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {parent[:8]}")
-        bodies = self._pending_merges.take(shard, parent, header.payload)
-        if bodies is None:
+        ready = self._ready.pop(shard, None)
+        if ready is not None and ready.base == parent and ready.payload == header.payload:
+            bodies = ready.bodies
+        else:
             bodies = self._check_commit(header, head, payload, listed)
         handover = self.shifts.begin_shift(shard, moves, partial(self._bodies, shard))
         factors = outer_optimizer.factors_of(self._outer, header.version)
@@ -418,7 +395,7 @@ class ModelState:
             self.momentum[span].copy_(momentum)
             handover.take(number, span, current, change)
         self._set_head(shard, state.head, state.digests)
-        self._pending_merges.forget(shard)
+        self._ready.pop(shard, None)
         return handover.shifts
 
     def _repair(self, shard: ShardId, state: Staged) -> Shifts:
@@ -439,7 +416,7 @@ class ModelState:
             self.theta[span].copy_(theta)
             self.momentum[span].copy_(momentum)
         self._set_head(shard, state.head, state.digests)
-        self._pending_merges.forget(shard)
+        self._ready.pop(shard, None)
         return Shifts((), ())
 
     # -- merging -------------------------------------------------------------------------------------------------------
@@ -479,7 +456,7 @@ class ModelState:
                 raise ContributionError(contributor.learner, str(error)) from error
         contributors, merged = [c for c, _ in given], self._scratch.merged[: piece.elements]
         sample = b"".join(c.payload for c in contributors)
-        judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients, shard, sample)
+        judgement = self.agreement.judge([peer_of(c.learner) for c in contributors], gradients, shard, sample)
         agreement = merge.merge_declared(
             piece.merge, gradients, contributors, judgement.factors, self._round_steps, merged, longest
         )
@@ -488,7 +465,7 @@ class ModelState:
         payload = payload_of(bodies, how, is_coded)
         payload_digest = digest_of(payload)
         listed = self._next_digests(shard, bodies, outer_optimizer.factors_of(self._outer, version))
-        self._pending_merges.put(shard, base, payload_digest, bodies)
+        self._ready[shard] = _Ready(base, payload_digest, bodies)
         return MergeResult(payload, payload_digest, listed, length, agreement, tuple(judgement.factors))
 
     def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer_optimizer.Factors) -> bytes:
@@ -501,13 +478,6 @@ class ModelState:
             self.verify(shard, chunk)
             found.append(digests.chunk_digest(*self._next_chunk(body, span, factors)))
         return b"".join(found)
-
-    def dissenters(self) -> dict[str, int]:
-        """Return peers whose contributions long pointed away from most others', in the merges that this peer made.
-
-        The values are the numbers of judged contributions (``AgreementHistory.dissenters``).
-        """
-        return self._agreement.dissenters()
 
     def merge_error(self, shard: ShardId, payload: Payload) -> float:
         """Return the relative quantization error of the first chunk of the newest merge."""

@@ -277,7 +277,7 @@ class Peer:
     def _dissent(self) -> str:
         """Return a warning if this peer's own contributions point away from the others', in the merges that it made
         itself."""
-        times = self.state.dissenters().get(self.config.peer)
+        times = self.state.agreement.dissenters().get(self.config.peer)
         if times is None:
             return ""
         return (

@@ -131,9 +131,9 @@ BUGS = (
     Bug(
         name="prepared merge reused for another payload",
         module="p2pdiloco.peer.model_state",
-        where="PendingMerges.take",
-        old="ready is None or ready.base != parent or ready.payload != payload",
-        new="ready is None or ready.base != parent",
+        where="ModelState.apply",
+        old="ready is not None and ready.base == parent and ready.payload == header.payload",
+        new="ready is not None and ready.base == parent",
         harm="an owner that was forestalled takes its own gradient for the other's: a fork under one head",
         killed_by=(f"{_STATE_TESTS}::test_an_owner_that_was_forestalled_takes_the_other_commit", _CONSERVATION),
     ),
