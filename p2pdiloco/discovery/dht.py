@@ -123,7 +123,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         return (
             envelope is not None
             and subkey == subkey_of(envelope)
-            and record.key == DHTID.generate(source=envelope.topic).to_bytes()
+            and record.key == _key_of(envelope.topic)
             and record.expiration_time == envelope.expires_s
             and record.expiration_time <= CLOCK.now() + TTL_LIMIT_S + CLOCK_SKEW_S
         )
@@ -208,6 +208,11 @@ timed_storage.TimedStorage.store = _compact(timed_storage.TimedStorage.store)
 
 
 @lru_cache(maxsize=256)
+def _key_of(topic: str) -> bytes:
+    key: bytes = DHTID.generate(source=topic).to_bytes()
+    return key
+
+
 class _Forward(logging.Handler):
     """Forwards hivemind's log to ours. Its errors concern other nodes, so they are warnings here."""
 
