@@ -4,7 +4,8 @@
 
 A model of 100M parameters in int4 and 48 shards, P = H = 24, tau = 2, steps of 2.0 to 2.2 s, paths of 40 to 60 ms. All
 peers start together, and states are tiny. ``--mixed`` draws a line for each peer. With ``--churn``, half of the peers
-that go leave in order, half fall silent, and as many others come. benchmarks/scale/README.md explains the figures.
+that go leave in order, half fall silent, and as many others come. With ``--unreachable``, this share of all pairs
+connects over relays only. benchmarks/scale/README.md explains the figures.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from random import Random
 
 import msgspec
 
 from benchmarks import bench
+from benchmarks.scale.relays import RelayedNetwork
 from benchmarks.scale.worlds import OVERLAP, STEP_S, SYNC_EVERY
 from p2pdiloco.peer.codec_selection import THIN
 from p2pdiloco.protocol import effects as ef
@@ -30,7 +33,7 @@ from p2pdiloco.protocol.messages import Commit
 from p2pdiloco.protocol.state import THIN_WEIGHT, ProtocolConfig
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting, Process
-from tests.machine_sim.shared_link_network import Bandwidth, SharedNetwork
+from tests.machine_sim.shared_link_network import Bandwidth
 from tests.machine_sim.transcript import Transcript
 from tests.machine_sim.world import World
 from tests.simulation import topologies
@@ -38,6 +41,8 @@ from tests.simulation import topologies
 PATH = LinkQuality(delay_s=0.04, jitter_s=0.02, bytes_per_s=1e9)
 MIXED = {(10.0, 100.0): 20, (20.0, 200.0): 30, (50.0, 300.0): 30, (100.0, 300.0): 12, (500.0, 500.0): 8}
 """Mbit/s up and down: percent of the peers (assumed)."""
+DIALABLE_SHARE = 0.2
+"""Peers that others can dial; fewer if too few pairs of the others are left for ``--unreachable`` (assumed)."""
 SESSION_S, SESSION_SIGMA = 2400.0, 1.0
 """Median of sessions, which are log-normal (assumed)."""
 GONE_S = 120.0
@@ -145,11 +150,14 @@ class Swarm:
         self.world = world = World(options.seed, self._config_of, network, self.meter)
         world.conditions.clock_drift = 1e-4
         self.lines: dict[PeerId, Bandwidth] = {}
-        self.network = world.network = SharedNetwork(world, self.lines)
+        self.network = world.network = RelayedNetwork(world, self.lines)
         world.network.default = PATH
         names = [self._add() for _ in range(peers)]
+        self.hidden = set[PeerId]()
+        """Peers that nobody can dial."""
+        self.hidden_share = max(1.0 - DIALABLE_SHARE, math.sqrt(options.unreachable))
         if options.unreachable:
-            world.network.apart = topologies.share(self.random, names, 1.0 - options.unreachable)
+            self._hide(names)
 
     def _config_of(self, name: PeerId, setting: PeerSetting) -> ProtocolConfig:
         return msgspec.structs.replace(self.config, peer=name, weight=setting.weight)
@@ -174,6 +182,26 @@ class Swarm:
         self.world.add(name, setting, at=self.world.now, is_founder=count == 0)
         return name
 
+    def _hide(self, names: Sequence[PeerId]) -> None:
+        """Draw who cannot be dialled, and which pairs of these cannot connect. The founder can be dialled."""
+        count, given = len(names), self.options
+        self.hidden |= set(self.random.sample(names[1:], min(count - 1, round(self.hidden_share * count))))
+        pairs = list(combinations(sorted(self.hidden), 2))
+        apart = min(len(pairs), round(given.unreachable * math.comb(count, 2)))
+        self.network.unreachable |= set(self.random.sample(pairs, apart))
+        if not given.no_relays:
+            self.network.relays |= set(names) - self.hidden
+
+    def _hide_newcomer(self, new: PeerId, others: Sequence[PeerId]) -> None:
+        """Draw the same for a peer that comes later."""
+        chance = self.options.unreachable / self.hidden_share**2
+        apart = {topologies.pair_of(new, one) for one in others if self.random.random() < chance and one in self.hidden}
+        if self.options.unreachable and self.random.random() < self.hidden_share:
+            self.hidden.add(new)
+            self.network.unreachable |= apart
+        elif not self.options.no_relays:
+            self.network.relays.add(new)
+
     def begin_churn(self) -> None:
         """From now on peers go and others come: the present ones are somewhere in their sessions."""
         for name in sorted(self.world.processes):
@@ -191,12 +219,12 @@ class Swarm:
                 world.processes[name].tell(ev.LeaveRequested("asked to"))
             else:
                 world.pause(name, 2.0 * GONE_S)
+                self.network.silence(name)
                 end = lambda _: world.crash(name, keeps_disk=False, restart_s=None)  # noqa: E731
                 world.schedule(world.now + GONE_S, None, end, None)
         others = sorted(world.processes)
         new = self._add()
-        apart = {topologies.pair_of(new, one) for one in others if random.random() < self.options.unreachable}
-        world.network.apart |= apart
+        self._hide_newcomer(new, others)
         self._go_later(new)
 
 
@@ -262,6 +290,7 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
         "bytes_most_over_mean": max(sizes) * len(sizes) / sum(sizes),
         "twice_share": twice / max(1, payloads),
         "connections_most": connections,
+        "relayed_share": network.relayed_bytes / max(1, network.payload_bytes),
         "control_share": network.control_bytes / max(1, network.payload_bytes),
         "cpu_ms_per_version": 1e3 * cpu_s / max(1, made) / peers,
         "versions": made,
@@ -286,7 +315,8 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--down", type=float, default=300.0, help="line rate of each peer in Mbit/s, down")
     parser.add_argument("--mixed", action="store_true", help="lines from 10/100 to 500/500 Mbit/s")
     parser.add_argument("--churn", action="store_true", help="sessions have a median of 40 minutes")
-    parser.add_argument("--unreachable", type=float, default=0.0, help="share of pairs that cannot connect")
+    parser.add_argument("--unreachable", type=float, default=0.0, help="share of pairs that connect over relays only")
+    parser.add_argument("--no-relays", action="store_true", help="these pairs never connect")
     parser.add_argument("--liars", type=float, default=0.0, help="share of peers that pass no commit on")
     found = parser.parse_args(argv)
     if min(found.peers) < 2:

@@ -221,13 +221,17 @@ class Network(PairNetwork[Link]):
         link = a.links.get(b.name)
         if link is not None and link.connection.is_open and link.target is b:
             return True
-        if is_cut or a.is_paused() or b.is_paused():
+        if is_cut or a.is_paused() or b.is_paused() or not self._finds_path(pair):
             return False
         connection = Connection()
         for source, target in ((a, b), (b, a)):
             new = Link(connection, source, target, self.quality((source.name, target.name)))
             self.world.schedule(new.opened_at, target, self._connected, (target, source, connection))
             source.links[target.name] = new
+        return True
+
+    def _finds_path(self, _: Pair) -> bool:
+        """Whether a connection of these two can be made now."""
         return True
 
     def _connected(self, argument: tuple[Process, Process, Connection]) -> None:

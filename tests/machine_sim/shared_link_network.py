@@ -201,6 +201,7 @@ class Uplink:
         "_count",
         "_due",
         "_going",
+        "_held",
         "_owed",
         "_schedule",
         "_served",
@@ -223,7 +224,9 @@ class Uplink:
         self._going: list[tuple[float, int, Hashable, Parcel]] = []
         """A heap: what will have been served when the parcel has left; one parcel a connection."""
         self._waiting: dict[Hashable, list[tuple[float, int, Parcel]]] = {}
-        """A heap a connection, by urgency, for all connections in ``_going``."""
+        """A heap a connection, by urgency, for all connections in ``_going`` or ``_held``."""
+        self._held: set[Hashable] = set()
+        """Connections of which no parcel begins."""
         self._count = 0
         self._due = float("inf")
         """When ``_look`` was asked for."""
@@ -257,6 +260,7 @@ class Uplink:
 
     def clear(self, connection: Hashable, now: float) -> list[Parcel]:
         """The connection is gone: what was to go over it, which takes no more of the line."""
+        self._held.discard(connection)
         if connection not in self._waiting:
             return []
         self._advance(now)
@@ -266,6 +270,28 @@ class Uplink:
         heapify(self._going)
         self._look_later(now)
         return left
+
+    def hold(self, connection: Hashable) -> None:
+        """Begin no parcel of the connection until ``release``."""
+        self._held.add(connection)
+        self._waiting.setdefault(connection, [])
+
+    def release(self, connection: Hashable, now: float) -> None:
+        """End ``hold``."""
+        if connection in self._held:
+            self._held.discard(connection)
+            self._advance(now)
+            if all(other is not connection for _, _, other, _ in self._going):
+                self._begin_next(connection)
+                self._look_later(now)
+
+    def _begin_next(self, connection: Hashable) -> None:
+        waiting = self._waiting[connection]
+        if waiting:
+            self._count += 1
+            self._begin(connection, heappop(waiting)[2])
+        else:
+            del self._waiting[connection]
 
     def _begin(self, connection: Hashable, parcel: Parcel) -> None:
         parcel.is_begun = True
@@ -298,12 +324,8 @@ class Uplink:
             _, _, connection, parcel = heappop(self._going)
             left.append(parcel)
             self.sent += parcel.size
-            waiting = self._waiting[connection]
-            if waiting:
-                self._count += 1
-                self._begin(connection, heappop(waiting)[2])
-            else:
-                del self._waiting[connection]
+            if connection not in self._held:
+                self._begin_next(connection)
         self._look_later(due)
         for parcel in left:
             parcel.leaves(parcel.argument)

@@ -81,6 +81,23 @@ def test_what_waits_for_a_broken_connection_takes_nothing_of_the_line(hours: Hou
     assert uplink.clear("b", 10.0) == []
 
 
+def test_a_connection_that_is_held_begins_nothing(hours: Hours, uplink: Uplink) -> None:
+    for name in ("begun", "next", "last"):
+        uplink.put("a", hours.parcel(100.0, name), 0.0)
+    uplink.put("b", hours.parcel(200.0, "other"), 0.0)
+    uplink.hold("a")
+    hours.pass_until(10.0)
+    uplink.release("a", 10.0)
+    hours.pass_until(20.0)
+    assert hours.left == [("begun", 2.0), ("other", 3.0), ("next", 11.0), ("last", 12.0)]
+    uplink.hold("a")
+    uplink.put("a", hours.parcel(100.0, "lost"), 20.0)
+    assert [parcel.argument for parcel in uplink.clear("a", 21.0)] == ["lost"]
+    uplink.put("a", hours.parcel(100.0, "new"), 21.0)
+    hours.pass_until(30.0)
+    assert hours.left[4:] == [("new", 22.0)]
+
+
 def test_a_line_that_rested_saved_nothing(hours: Hours, uplink: Uplink) -> None:
     uplink.put("a", hours.parcel(100.0, "a"), 0.0)
     hours.pass_until(50.0)

@@ -1,0 +1,133 @@
+"""Relays in a simulated network: a peer that can be dialled joins the connections of two that cannot connect directly.
+
+Rules of this file, after nat/introducer.py and nat/rendezvous_server.py:
+1. A pair takes any living relay that has a free place, each as likely; without one it tries again. In the product,
+   one of the two must be registered with the relay, and each is registered with at most three.
+2. Both paths' delays add. A payload takes the relay's downlink, then its budget, in the order of arrival (it is paid
+   for afterwards, and a payload is smaller than the largest turn), then its share of the relay's uplink. States, which
+   are tiny here, and messages without a payload take only the delays.
+3. While a payload of a direction is at the relay, its source begins no other one: TCP's flow control holds it back.
+4. When the relay ends, its pairs break at once; when it falls silent, after DEAD_AFTER_S. Then they dial again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+
+from p2pdiloco.nat.rendezvous_server import RELAYS
+from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.transport.sockets import DEAD_AFTER_S
+from tests.machine_sim.network import Delivery, Link, LinkQuality
+from tests.machine_sim.process import Process
+from tests.machine_sim.shared_link_network import Bandwidth, Parcel, SharedNetwork, on_the_line
+from tests.machine_sim.world import World
+from tests.simulation.network import Key
+from tests.simulation.topologies import Pair, pair_of
+
+BUDGET_BYTES_PER_S = 50e6 / 8
+"""The default of ``--relay``."""
+
+
+class RelayedNetwork(SharedNetwork):
+    """See the module's rules."""
+
+    def __init__(self, world: World, bandwidths: Mapping[PeerId, Bandwidth]) -> None:
+        super().__init__(world, bandwidths)
+        self.relays: set[PeerId] = set()
+        """Peers that relay while they live."""
+        self.unreachable: set[Pair] = set()
+        """Pairs that connect only over a relay."""
+        self.relay_of: dict[Pair, PeerId] = {}
+        """Of the pairs that are relayed now."""
+        self.relayed_bytes = 0
+        """Of payloads, while ``is_measured``."""
+        self._budget_at: dict[PeerId, float] = {}
+        """When each relay's budget allows more."""
+
+    def _finds_path(self, pair: Pair) -> bool:
+        if pair not in self.unreachable:
+            return True
+        taken, living = Counter(self.relay_of.values()), self.world.processes
+        free = [
+            name
+            for name in sorted(self.relays & living.keys())
+            if taken[name] < RELAYS and not living[name].is_paused()
+        ]
+        if free:
+            self.relay_of[pair] = self.world.random.choice(free)
+        return bool(free)
+
+    def quality(self, key: Key) -> LinkQuality:
+        relay = self.relay_of.get(pair_of(*key))
+        if relay is None:
+            return super().quality(key)
+        near, far = super().quality((key[0], relay)), super().quality((relay, key[1]))
+        return LinkQuality(
+            delay_s=near.delay_s + far.delay_s,
+            jitter_s=near.jitter_s + far.jitter_s,
+            bytes_per_s=min(near.bytes_per_s, far.bytes_per_s),
+        )
+
+    def _left(self, argument: tuple[Delivery, int]) -> None:
+        delivery, payload_bytes = argument
+        link = delivery.link
+        relay = self.relay_of.get(pair_of(*link.key))
+        if relay is None or link.is_dead or not link.connection.is_open:
+            super()._left(argument)
+            return
+        if self.is_measured:
+            self.relayed_bytes += payload_bytes
+        size, now = on_the_line(payload_bytes), self.world.now
+        took_s = size / BUDGET_BYTES_PER_S
+        begins_at = max(self._budget_at.get(relay, 0.0), self.lines.taken_at(relay, size, now) - took_s)
+        self._budget_at[relay] = begins_at + took_s
+        self.lines.uplink(link.source.name).hold(link)
+        parcel = Parcel(size, self._left_relay, argument)
+        self.world.schedule(begins_at + took_s, None, partial(self._pass_on, relay), parcel)
+
+    def _pass_on(self, relay: PeerId, parcel: Parcel) -> None:
+        if parcel.argument[0].link.connection.is_open:
+            self.lines.uplink(relay).put(parcel.argument[0].link, parcel, self.world.now)
+
+    def _left_relay(self, argument: tuple[Delivery, int]) -> None:
+        link = argument[0].link
+        self.lines.uplink(link.source.name).release(link, self.world.now)
+        super()._left(argument)
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def _clear(self, link: Link) -> None:
+        back = link.target.links.get(link.source.name)
+        relay = self.relay_of.pop(pair_of(*link.key), None)
+        super()._clear(link)
+        for gone in (link, back):
+            if relay is not None and gone is not None:
+                self.lines.uplink(relay).clear(gone, self.world.now)
+
+    def vanish(self, process: Process) -> None:
+        super().vanish(process)
+        self.stop_relaying(process.name)
+
+    def close_in_order(self, process: Process) -> None:
+        super().close_in_order(process)
+        self.stop_relaying(process.name)
+
+    def silence(self, relay: PeerId) -> None:
+        """This peer's machine is gone, and nobody is told."""
+        for a, b in self._pairs_of(relay):
+            for key in ((a, b), (b, a)):
+                if (link := self._direction(key)) is not None:
+                    link.is_dead = True
+        self._later(DEAD_AFTER_S, self.stop_relaying, relay)
+
+    def stop_relaying(self, relay: PeerId) -> None:
+        """The pairs of this relay break."""
+        for a, b in self._pairs_of(relay):
+            for name, other in ((a, b), (b, a)):
+                if (process := self.world.processes.get(name)) is not None:
+                    self.break_connection(process, other, "its relay is gone")
+
+    def _pairs_of(self, relay: PeerId) -> list[Pair]:
+        return sorted(pair for pair, one in self.relay_of.items() if one == relay)
