@@ -83,6 +83,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     frozen_digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")] | UnsetType = UNSET
     """For ``external``: fingerprint of the parameters that the founder's script keeps frozen. A script with others is
     warned. Default: filled in."""
+    frozen_norms: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")] | UnsetType = UNSET
+    """For ``external``: fingerprint of the frozen norms, which no quantization changes. Default: filled in."""
     frozen_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,128}\Z")] | UnsetType = UNSET
     """For ``external``: the founder's name of that model. Default: filled in."""
     width: Side = 128

@@ -240,8 +240,8 @@ def _model_problems(config: RunConfig) -> list[str]:
         problems += architecture_problems(model.config)
     elif model.kind == "huggingface" and model.config:
         problems.append("model.folder and model.config exclude each other: leave one out")
-    if model.kind != "external" and (model.frozen_digest, model.frozen_name) != (UNSET, UNSET):
-        problems.append("model.frozen_digest and model.frozen_name are for training scripts: leave them out")
+    if model.kind != "external" and {model.frozen_digest, model.frozen_norms, model.frozen_name} != {UNSET}:
+        problems.append("model.frozen_digest, frozen_norms and frozen_name are for training scripts: leave them out")
     if model.lora is not None and model.kind != "huggingface":
         problems.append(f'model.lora needs model.kind = "huggingface", it is "{model.kind}"')
     elif model.lora is not None and not model.folder and not model.lora.base_digest:

@@ -172,7 +172,8 @@ def with_frozen(config: RunConfig, model: nn.Module) -> RunConfig:
     name = str(getattr(getattr(bare, "config", None), "name_or_path", ""))
     is_of_hub = re.fullmatch(r"[\w.-]{1,63}/[\w.-]{1,64}", name, re.ASCII) and not Path(name).exists()
     told = name if is_of_hub else re.sub(r"\W", "-", type(bare).__name__, flags=re.ASCII)[:128]  # paths do not travel
-    about = msgspec.structs.replace(config.model, frozen_digest=str(digest), frozen_name=told)
+    norms = frozen_digest(model, norms_only=True) or UNSET
+    about = msgspec.structs.replace(config.model, frozen_digest=str(digest), frozen_norms=norms, frozen_name=told)
     return msgspec.structs.replace(config, model=about)
 
 
@@ -181,15 +182,22 @@ def tell_other_base(run: RunConfig, own: RunConfig) -> None:
     theirs, mine = run.model, own.model
     if UNSET in (theirs.frozen_digest, mine.frozen_digest) or theirs.frozen_digest == mine.frozen_digest:
         return
+    if UNSET in (theirs.frozen_norms, mine.frozen_norms):
+        what = "a different base, or the same one in another precision (4, 8, 16 bits)"
+    elif theirs.frozen_norms == mine.frozen_norms:
+        what = "the same base in another precision (4, 8, 16 bits), or fine-tuned with frozen norms"
+    else:
+        what = "a different base"
     log.warning(
-        "run %s trains on the frozen parameters of %s (fingerprint %.8s), this script has those of %s (%.8s): what is "
-        "merged fits neither. Load the same base weights everywhere, from the same source. If they are the same, but "
-        "quantized differently, ignore this",
+        "run %s trains on the frozen parameters of %s (fingerprint %.8s), this script has those of %s (%.8s): %s. "
+        "Peers may load one base in different precisions, but what is trained on two bases fits neither: load the same "
+        "base everywhere, from the same source",
         run.name,
         theirs.frozen_name,
         theirs.frozen_digest,
         mine.frozen_name,
         mine.frozen_digest,
+        what,
     )
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import safetensors.torch
@@ -254,24 +255,41 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(_bare(name), p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
 
 
-def frozen_digest(model: nn.Module) -> Digest | None:
+def frozen_digest(model: nn.Module, *, norms_only: bool = False) -> Digest | None:
     """Return a fingerprint of the parameters that are not exchanged: names, shapes, and up to 4,096 values of each;
     None if there are none, or if this process does not hold them whole.
 
-    Values count in bfloat16, so that the same weights in float32 and in 16 bits have one fingerprint.
+    Values count in bfloat16, so that the same weights in float32 and in 16 bits have one fingerprint. Quantized weights
+    count as they are packed, with their scales. ``norms_only``: of the weights that no quantization packs.
     """
     parts: list[bytes | memoryview] = []
     for name, p in named_parameters(model).items():
-        if p.requires_grad:
+        if p.requires_grad or (norms_only and (p.dim() != 1 or name.endswith("bias"))):
             continue
-        if p.is_meta or is_traceable_wrapper_subclass(p) or isinstance(p, UninitializedParameter):
-            return None  # no values; a rank's shard, or quantized by torchao
-        flat = p.detach().reshape(-1)
-        parts_of_it = flat[: flat.numel() // FROZEN_RUNS * FROZEN_RUNS].view(FROZEN_RUNS, -1)[:, :FROZEN_RUN]
-        sample = (flat if flat.numel() <= FROZEN_RUNS * FROZEN_RUN else parts_of_it).reshape(-1)
-        sample = sample.to("cpu", torch.bfloat16 if sample.is_floating_point() else None).contiguous()
-        parts += [f"{name} {tuple(p.shape)}\n".encode(), sample.view(torch.uint8).numpy().tobytes()]
+        if (stored := _stored(p)) is None:
+            return None
+        parts += [f"{name} {tuple(p.shape)}\n".encode(), *map(_sampled, stored)]
     return digest_of(*parts) if parts else None
+
+
+def _stored(p: Any) -> list[Tensor] | None:
+    """Return the tensors that hold a parameter's values: of a quantized one, the packed values and the scales. None: it
+    has no values yet, or is a rank's shard."""
+    if p.is_meta or isinstance(p, UninitializedParameter) or hasattr(p, "to_local"):
+        return None
+    if is_traceable_wrapper_subclass(p):  # torchao
+        inner = [_stored(getattr(p, name)) for name in p.__tensor_flatten__()[0]]
+        return None if None in inner else [tensor for one in inner for tensor in one or ()]
+    scales = getattr(getattr(p, "quant_state", None), "absmax", None)  # bitsandbytes
+    return [p.detach()] if scales is None else [p.detach(), scales]
+
+
+def _sampled(tensor: Tensor) -> bytes:
+    flat = tensor.reshape(-1)
+    parts = flat[: flat.numel() // FROZEN_RUNS * FROZEN_RUNS].view(FROZEN_RUNS, -1)[:, :FROZEN_RUN]
+    sample = (flat if flat.numel() <= FROZEN_RUNS * FROZEN_RUN else parts).reshape(-1)
+    sample = sample.to("cpu", torch.bfloat16 if sample.is_floating_point() else None).contiguous()
+    return bytes(sample.view(torch.uint8).numpy())
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -282,7 +300,13 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def trained_share(model: nn.Module) -> float:
     """Return how much of a model is trained, 0 to 1, by its parameters. Frozen ones without values yet do not count."""
     every = [p for p in named_parameters(model).values() if not isinstance(p, UninitializedParameter)]
-    return sum(p.numel() for p in every if p.requires_grad) / max(1, sum(p.numel() for p in every))
+    return sum(map(_weights, (p for p in every if p.requires_grad))) / max(1, sum(map(_weights, every)))
+
+
+def _weights(p: Tensor) -> int:
+    """Return how many weights a parameter stands for: bitsandbytes packs two in a byte."""
+    shape: torch.Size = getattr(getattr(p, "quant_state", None), "shape", p.shape)
+    return shape.numel()
 
 
 def embedding_names(model: nn.Module) -> set[str]:

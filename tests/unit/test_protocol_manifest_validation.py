@@ -210,7 +210,7 @@ def test_what_a_founder_wrote_of_its_own_machine_does_not_travel() -> None:
 
 
 def test_only_a_script_has_a_fingerprint_of_frozen_parameters() -> None:
-    about: Raw = {"frozen_digest": "0" * 40, "frozen_name": "org/Base-1B"}
+    about: Raw = {"frozen_digest": "0" * 40, "frozen_norms": "0" * 40, "frozen_name": "org/Base-1B"}
     for kind, number in (("external", 0), ("transformer", 1)):
         problems = config_problems(RunConfig(name="story", model=ModelConfig(kind=kind, **about)))
         assert sum("are for training scripts: leave them out" in problem for problem in problems) == number

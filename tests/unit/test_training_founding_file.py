@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import safetensors.torch
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import p2pdiloco
 from p2pdiloco.node.run_creation import found_from_script
@@ -246,6 +247,52 @@ def test_a_script_with_another_base_is_told_with_both_names(caplog: pytest.LogCa
     (record,) = caplog.records
     assert "trains on the frozen parameters of org/Base-1B (fingerprint " in record.getMessage()
     assert "this script has those of Adapted (" in record.getMessage(), "no path travels"
+
+
+class Params4bit(torch.nn.Parameter):
+    """As bitsandbytes keeps a weight: two values in a byte, and a scale for each block in ``quant_state``."""
+
+    quant_state: Any
+
+
+def packed(base: torch.nn.Linear, scale: float = 1.0) -> torch.nn.Linear:
+    found = copy.deepcopy(base)
+    values = (base.weight.data.flatten() * 8 + 8).clamp(0, 15).byte()
+    weight = torch.Tensor._make_subclass(Params4bit, (values[::2] << 4 | values[1::2]).view(-1, 1), False)
+    weight.quant_state = SimpleNamespace(absmax=torch.full((4,), scale), shape=base.weight.shape)
+    found.weight = weight  # type: ignore[assignment]
+    return found
+
+
+def of_torchao(base: torch.nn.Linear, scale: float = 1.0) -> torch.nn.Linear:
+    found = copy.deepcopy(base)
+    inner = TwoTensor(base.weight.data.clone(), torch.full_like(base.weight, scale))  # type: ignore[no-untyped-call]
+    found.weight = torch.nn.Parameter(inner, requires_grad=False)
+    return found
+
+
+@pytest.mark.parametrize("quantized", [packed, of_torchao])
+def test_a_quantized_base_is_told_from_another_one(quantized: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """By its packed weights and their scales. Its norms say whether it may be the same base."""
+
+    def run(base: torch.nn.Linear, *norms: float) -> RunConfig:
+        layers = [torch.nn.LayerNorm(4) for _ in norms]
+        for layer, norm in zip(layers, norms, strict=True):
+            torch.nn.init.constant_(layer.weight, norm)
+        return config_of(Adapted(torch.nn.Sequential(base, *layers)))
+
+    def told(own: RunConfig) -> str:
+        caplog.clear()
+        founding_file.tell_other_base(founders, own)
+        return caplog.text
+
+    one, other = torch.nn.Linear(60, 40), torch.nn.Linear(60, 40)
+    founders = run(quantized(one), 1.0)
+    assert not told(run(quantized(one), 1.0))
+    for base in (one, quantized(other), quantized(one, scale=2.0)):
+        assert "): the same base in another precision (4, 8, 16 bits), or fine-tuned" in told(run(base, 1.0))
+        assert "): a different base. " in told(run(base, 2.0))
+    assert "): a different base, or the same one in another precision" in told(run(one))
 
 
 def test_only_what_is_frozen_is_in_the_fingerprint() -> None:

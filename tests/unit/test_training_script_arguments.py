@@ -339,11 +339,16 @@ def test_a_script_has_the_defaults_of_configuration_files(
 
 
 def test_adapters_have_the_defaults_of_small_models(tmp_path: Path) -> None:
-    """They are at most an eighth of the model, frozen parameters included; those without values do not count."""
+    """They are at most an eighth of the model, frozen parameters included; those without values do not count, and two
+    that bitsandbytes packs into a byte count as two."""
 
-    def sync_every(frozen: int) -> int:
+    def sync_every(frozen: int, *, is_packed: bool = False) -> int:
         model = nn.Module()
-        model.register_parameter("base", nn.Parameter(torch.empty(frozen), requires_grad=False))
+        base: Any = nn.Parameter(torch.empty(frozen), requires_grad=False)
+        if is_packed:
+            base = nn.Parameter(torch.empty(frozen // 2, 1, dtype=torch.uint8), requires_grad=False)
+            base.quant_state = SimpleNamespace(shape=torch.Size((frozen,)), absmax=torch.ones(1))
+        model.register_parameter("base", base)
         model.register_parameter("later", nn.UninitializedParameter(requires_grad=False))
         for index in range(12):
             model.register_parameter(f"p{index}", nn.Parameter(torch.empty(1 << 20)))
@@ -353,6 +358,7 @@ def test_adapters_have_the_defaults_of_small_models(tmp_path: Path) -> None:
         return config.schedule.sync_every
 
     assert (sync_every(84 << 20), sync_every((84 << 20) - 1)) == (3, 24)
+    assert sync_every(84 << 20, is_packed=True) == 3
 
 
 class Broken(SimpleNamespace):
