@@ -43,7 +43,9 @@ NAME = "foundation.safetensors"
 PIECE = 4 << 20
 _HEADER = "p2pdiloco"
 # Keys of a transformers model's configuration that tell nothing about the model, or not what it computes.
-NOT_RECORDED = frozenset({"dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache"})
+NOT_RECORDED = frozenset(
+    {"dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache", "quantization_config"}
+)
 log = logging.getLogger("p2pdiloco")
 
 # The argument of ``p2pdiloco.DiLoCo`` for each of these keys of a configuration.
@@ -145,7 +147,7 @@ def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math
 def with_architecture(config: RunConfig, model: nn.Module) -> RunConfig:
     """Return ``config`` with the configuration of a transformers model, from which exports build it.
 
-    Configurations that a manifest may not hold, such as those of quantized models, are left out.
+    Configurations that a manifest may not hold are left out.
     """
     bare: Any = unwrapped(model)
     bare = bare.get_base_model() if hasattr(bare, "peft_config") and hasattr(bare, "get_base_model") else bare

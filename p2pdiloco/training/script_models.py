@@ -37,7 +37,7 @@ _PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
 # Keys of a configuration that do not change what a trained model computes.
 _IRRELEVANT = re.compile(
     r"token_id|drop|initializer|^_|name_or_path|dtype|version|use_cache|architectures|output_|return_dict|id2label|"
-    r"label2id|pretraining_tp|problem_type|tokenizer|task"
+    r"label2id|pretraining_tp|problem_type|tokenizer|task|quantization"
 )
 
 
@@ -382,6 +382,11 @@ def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
         raise ArchitectureError(
             f"the weights in {folder} cannot be loaded: give the folder that the scripts began with ({error})"
         ) from error
+    if getattr(model, "is_quantized", False):
+        raise ArchitectureError(
+            f"the weights in {folder} are quantized, and a model is exported in 32 bits: give --model FOLDER, with the "
+            "16-bit weights that they were made from, or export the adapters alone (--format peft)"
+        )
     return model, {*told["missing_keys"], *_names(told["mismatched_keys"])}
 
 

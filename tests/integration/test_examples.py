@@ -23,6 +23,10 @@ pytestmark = pytest.mark.skipif(
     reason="needs the extra hf: pip install -c constraints.txt '.[hf]'",
 )
 
+QLORA = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="needs the extra qlora: pip install -c constraints.txt '.[qlora]'"
+)
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,13 +52,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(script: Path, home: Path, base: Path, *invite: str) -> subprocess.Popen[bytes]:
+def start(script: Path, home: Path, base: Path, *words: str) -> subprocess.Popen[bytes]:
     """One machine's command line."""
     home.mkdir(parents=True)
     changed = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "STEPS": "60"}
     with open(home / "log", "w") as log:
         return subprocess.Popen(
-            [sys.executable, script, base, base / "texts.jsonl", *invite],
+            [sys.executable, script, base, base / "texts.jsonl", *words],
             cwd=home,
             stdout=log,
             stderr=log,
@@ -99,13 +103,19 @@ def chance_of_an_end(base: Path, model: Any) -> float:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("name", "run"), [pytest.param("lora", "fine-tune", marks=pytest.mark.long), ("pretrain", "pretrain")]
+    ("name", "run", "options"),
+    [
+        pytest.param("lora", "fine-tune", [], marks=pytest.mark.long),
+        pytest.param("lora", "fine-tune", ["--load-in-4bit"], marks=[pytest.mark.long, QLORA], id="lora-4bit"),
+        ("pretrain", "pretrain", []),
+    ],
 )
-def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_path: Path) -> None:
+def test_it_works_as_printed_by_two_peers(name: str, run: str, options: list[str], base: Path, tmp_path: Path) -> None:
+    """``options``: those of the first peer alone."""
     script = ROOT / "peers" / f"{name}.py"
-    assert len(script.read_text().splitlines()) < 40
+    assert len(script.read_text().splitlines()) < 50
     assert f"python peers/{name}.py MODEL TEXTS.jsonl INVITE" in script.read_text()
-    processes = [start(script, tmp_path / "a", base)]
+    processes = [start(script, tmp_path / "a", base, *options)]
     try:
         founder = tmp_path / "a" / STATE / run
         wait_until(lambda: invite_of(founder), START_S, "an invite")
