@@ -363,14 +363,23 @@ def test_the_class_that_is_recorded_is_transformers_own(tmp_path: Path) -> None:
     assert_same(loaded(tmp_path / "out"), model)
 
 
-@pytest.mark.parametrize(
-    "told", [{"quantization_config": {}}, {"vocab_size": -1}, {"note": "x" * 300}, {"list": [[[[[1]]]]]}]
-)
+@pytest.mark.parametrize("told", [{"vocab_size": -1}, {"note": "x" * 300}, {"list": [[[[[1]]]]]}])
 def test_a_configuration_that_no_manifest_may_hold_is_not_recorded(told: dict[str, Any], tmp_path: Path) -> None:
     model = loaded(llama(tmp_path / "base"))
     assert with_architecture(RunConfig(name="mine", model=SCRIPTS), model).model.config["vocab_size"] == 64
     model.config.update(told)
     assert with_architecture(RunConfig(name="mine", model=SCRIPTS), model).model == SCRIPTS
+
+
+def test_a_quantized_model_is_recorded_as_it_is_unpacked_since_exports_are_so(tmp_path: Path) -> None:
+    base, wrong = llama(tmp_path / "base"), llama(tmp_path / "wrong", rms_norm_eps=0.1)
+    model = moved(adapted()(loaded(base)))
+    like = settings_of(model, tmp_path / "tuned")
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    for wanted in ("hf", "peft"):
+        written(model, tmp_path / wanted, wanted, like=like, base=base)
+        with pytest.raises(ValueError, match=r"rms_norm_eps is 0\.1 here"):
+            written(model, tmp_path / "none", wanted, like=like, base=wrong)
 
 
 def test_who_gives_too_little_is_told_what_to_give(tmp_path: Path) -> None:
