@@ -4,8 +4,8 @@
 
 Nothing is measured here. Sizes are those of the models that transformers and peft build, without weights. A card holds
 the base (NF4 with double quantization: 4.13 bits per weight of the blocks' matrices; all others in 16 bits), for each
-adapter parameter 16 bytes (float32, gradient, AdamW), for one text of 512 tokens the inputs of all blocks and the
-logits (float32, three times), and 1 GB for CUDA and work space.
+adapter parameter 16 bytes (float32, gradient, AdamW), for one text of 512 tokens the inputs of all blocks (gradient
+checkpointing) and the logits (float32, three times), and 1 GB for CUDA and work space.
 """
 
 from __future__ import annotations
@@ -28,19 +28,16 @@ TOKENS = 512
 PACKED = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Bytes per weight in NF4: a scale of 8 bits for 64 weights, and one of 32 bits for 256 scales."""
 BASES = {  # vocabulary, width, inner width, blocks, heads, heads of keys, whether the head is the embedding
-    "Llama 3.2 1B": (128_256, 2048, 8192, 16, 32, 8, True),
     "Llama 3.2 3B": (128_256, 3072, 8192, 28, 24, 8, True),
     "Mistral 7B": (32_000, 4096, 14_336, 32, 32, 8, False),
     "Llama 3.1 8B": (128_256, 4096, 14_336, 32, 32, 8, False),
     "Llama 2 13B": (32_000, 5120, 13_824, 40, 40, 40, False),
 }
 COLUMNS = (
-    ("GB in 4 bits", "packed_gb", ".1f"),
-    ("GB in 16 bits", "whole_gb", ".1f"),
-    ("million parameters exchanged", "millions", ".0f"),
+    ("GB, 4 bits", "packed_gb", ".1f"),
+    ("GB, 16 bits", "whole_gb", ".1f"),
     ("MB an exchange, each way", "exchange_mb", ".0f"),
-    ("minutes an exchange", "exchange_min", ".1f"),
-    ("minutes to join", "join_min", ".1f"),
+    ("minutes", "exchange_min", ".1f"),
 )
 
 
@@ -80,10 +77,8 @@ def forecast(shape: tuple[int, int, int, int, int, int, bool], peers: int, mbps:
     return {
         "packed_gb": (PACKED * matrices + 2 * (base - matrices) + work) / 1e9,
         "whole_gb": (2 * base + work) / 1e9,
-        "millions": exchanged / 1e6,
         "exchange_mb": exchange_bytes / 1e6,
         "exchange_min": exchange_bytes * 8 / (1e6 * mbps) / 60,
-        "join_min": plan.join_s / 60,
     }
 
 
