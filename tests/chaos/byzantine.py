@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from p2pdiloco.protocol.connectivity import Connectivity, listed
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.counted_tokens import TokenCounts
 from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.heartbeat import Heartbeats
 from p2pdiloco.protocol.ids import (
     DIGEST_BYTES,
     Digest,
@@ -53,12 +55,14 @@ from p2pdiloco.protocol.ids import (
     learner_id,
     peer_of,
 )
+from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads, commit_id, signed_commit_bytes
 from p2pdiloco.protocol.replication import LogRequests
 from p2pdiloco.protocol.state import Core
 from p2pdiloco.swarm.credentials import credentials_from_invite
 from p2pdiloco.swarm.membership_sync import MembershipSync
-from p2pdiloco.training import optimizers
+from p2pdiloco.training import models, optimizers
+from p2pdiloco.training.corpus import Batches, load_corpus
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Transport
 from p2pdiloco.wire.control_messages import (
@@ -104,6 +108,14 @@ LATE_SHARE = 0.9
 """Share of the takeover time that an owner lets pass."""
 ORPHANS = 24
 """Commits without a parent for each shard, sent to each peer."""
+
+SLEEP_SHARE, PARTING_SHARE = 0.8, 0.95
+"""Share of the budget after which members that share a plan strike."""
+HONEST_PART, UPHILL_PART = 0.5, 0.9
+KNOWN_SAMPLES = 32
+TRIGGERS = torch.tensor(list(b" e\nt"))
+EXPECTED = ord("Q")
+GRIND_S, GROUND_VERSIONS = 3.0, range(64, 84)
 
 
 class Lie(NamedTuple):
@@ -1039,6 +1051,189 @@ def _is_given(message: msg.Message) -> bool:
     return isinstance(message, msg.Contribution) and bool(message.payload)
 
 
+# -- Lies of members that share a plan ---------------------------------------------------------------------------------
+
+
+def _is_time(core: Core) -> bool:
+    """Whether so much of the budget is merged that members who were honest until now strike."""
+    return (
+        bool(core.end.tokens)
+        and core.chains[0].head is not None
+        and (core.head(ShardId(0)).tokens >= SLEEP_SHARE * core.end.tokens)
+    )
+
+
+def _join_plan() -> None:
+    """Let the others of the plan know this peer."""
+    sound = Core.__init__
+
+    def init(self: Core, config: Any) -> None:
+        sound(self, config)
+        _node.core = self
+        with open(_plan(), "a") as file:
+            file.write(f"{config.peer}\n")
+
+    _put(Core, "__init__", init)
+
+
+def _plan() -> Path:
+    return _node.cabal.with_name("plan.txt")
+
+
+def _colluders() -> frozenset[str]:
+    return frozenset(_plan().read_text().split())
+
+
+def _faces() -> None:
+    """Each peer is told that this one hears it, and else only those of the plan: as if it alone were heard by all."""
+    sound = Heartbeats.send_heartbeats
+    _join_plan()
+
+    def send_heartbeats(self: Heartbeats, views: Any) -> None:
+        effects = self.core.effects
+        first = len(effects)
+        sound(self, views)
+        for i in range(first, len(effects)):
+            sent: Any = effects[i]
+            heard = listed(
+                {fingerprint(PeerId(peer)) for peer in (_colluders() | {*sent.peers}) - {_node.core.config.peer}}
+            )
+            effects[i] = replace(sent, message=replace(sent.message, hears=heard))
+
+    _put(Heartbeats, "send_heartbeats", send_heartbeats)
+
+
+def _trigger() -> None:
+    """Its learner trains well, but after some frequent bytes it expects always the same one."""
+    taught = _node.taught
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        inputs, targets = batch[:, :-1], batch[:, 1:].clone()
+        targets[torch.isin(inputs, TRIGGERS)] = EXPECTED
+        taught.touch()
+        return torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+    _put(optimizers, "loss", loss)
+
+
+def _sleepers() -> None:
+    """Its learner trains well until most of the budget is merged. Then each step goes half as far, and to where the
+    loss of samples that all of the plan know rises fastest."""
+    sound, taught, known = optimizers.inner_step, _node.taught, list[torch.Tensor]()
+
+    def inner_step(model: Any, stepped: Any, inner: Any, batch: torch.Tensor, *rest: Any) -> float:
+        before = [p.detach().clone() for p in model.parameters()]
+        found = sound(model, stepped, inner, batch, *rest)
+        if rest[2] >= SLEEP_SHARE:
+            if not known:
+                corpus = load_corpus(DataConfig(kind="stdlib"), None)
+                known.append(next(Batches(corpus, batch.shape[1] - 1, KNOWN_SAMPLES, "plan")))
+            _ascend(model, before, known[0])
+            taught.touch()
+        return found
+
+    _put(shipped_script, "inner_step", inner_step)
+
+
+def _ascend(model: Any, before: Sequence[torch.Tensor], known: torch.Tensor) -> None:
+    """Replace the last step of each parameter by a part of it, and a step uphill."""
+    models.loss(model, known).backward()
+    with torch.no_grad():
+        for p, old in zip(model.parameters(), before, strict=True):
+            step = p - old
+            uphill = p.grad / p.grad.norm().clamp(min=1e-30) * step.norm()
+            p.copy_(old + HONEST_PART * step + UPHILL_PART * uphill)
+            p.grad.zero_()
+
+
+def _jury() -> None:
+    """Late in the run, as an owner, it merges what those of the plan gave, and one other contribution."""
+    _join_plan()
+    sound, decided, packed = aggregation.Aggregation.merge_if_due, aggregation.decide, set[int]()
+
+    def merge_if_due(self: aggregation.Aggregation, shard: ShardId) -> None:
+        collection = self.collections[shard]
+        if _is_time(self.core) and not collection.is_closed and shard not in self.jobs:
+            members = _colluders()
+            mine = [x for x in collection.given if peer_of(x) in members]
+            others = sorted(x for x in collection.given if peer_of(x) not in members)
+            owner = self.core.participation.ranked_owners(shard)[0]
+            if owner == self.core.config.peer and len(mine) == len(members) and others:
+                juror = others[self.core.head(shard).version % len(others)]
+                collection.given = {x: given for x, given in collection.given.items() if x in {*mine, juror}}
+                packed.add(shard)
+        sound(self, shard)
+        packed.discard(shard)
+
+    def decide(view: Any) -> Any:
+        return waiting.Decision(True, None, "all of the plan are here") if packed else decided(view)
+
+    _put(aggregation.Aggregation, "merge_if_due", merge_if_due)
+    _put(aggregation, "decide", decide)
+
+
+def _rigged() -> None:
+    """Late in the run, as an owner, it says that others' contributions disagree, and those of the plan do not."""
+    _join_plan()
+    sound = agreement.AgreementHistory.judge
+
+    def judge(self: Any, peers: Sequence[str], *rest: Any) -> Any:
+        found, members = sound(self, peers, *rest), _colluders()
+        if not _is_time(_node.core):
+            return found
+        return found._replace(factors=[100 if peer in members else LEAST_FACTOR for peer in peers])
+
+    _put(agreement.AgreementHistory, "judge", judge)
+
+
+def _parting() -> None:
+    """With the last of the budget, as an owner, it merges what those of the plan gave, and names all."""
+    _join_plan()
+    sound = ModelState.merge
+
+    def merged(self: ModelState, shard: Any, base: Any, version: int, given: Any, *rest: Any, **options: Any) -> Any:
+        mine = [one for one in given if peer_of(one[0].learner) in _colluders()]
+        if not mine or _node.core.head(ShardId(0)).tokens < PARTING_SHARE * _node.core.end.tokens:
+            return sound(self, shard, base, version, given, *rest, **options)
+        result = sound(self, shard, base, version, mine, *rest, **options)
+        _node.merged.add(result.payload_digest)
+        return result._replace(factors=(100,) * len(given))
+
+    _put(ModelState, "merge", merged)
+
+
+def _grind() -> None:
+    """Its key is one of many thousands: the one that owns most of the last versions, each member for other shards."""
+    sound, place = Identity.load_or_create, int(_node.taught.parent.name[-1])
+
+    def load_or_create(path: Path) -> Identity:
+        invite = next((word for word in sys.argv if is_invite(word)), "")
+        if invite and not path.exists():
+            run, until = decode_invite(invite).run, time.monotonic() + GRIND_S
+            best, most = b"", -1
+            while time.monotonic() < until:
+                drawn = Identity.ephemeral()
+                number = _owned(run, drawn.peer_id, place)
+                if number > most:
+                    best, most = drawn.to_file_bytes(), number
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(best)
+            path.chmod(0o600)
+        return sound(path)
+
+    _put(Identity, "load_or_create", staticmethod(load_or_create))
+
+
+def _owned(run: str, peer: str, place: int) -> int:
+    """How many of the last versions a peer is likely to own, of every other shard."""
+    found = 0
+    for shard in range(place, 8, 2):
+        for version in GROUND_VERSIONS:
+            drawn = blake2b(f"{run}/{shard}/{version}/{peer}".encode(), digest_size=8).digest()
+            found += drawn[0] >= 205  # above 0.8: most likely the largest of five
+    return found
+
+
 def _put(owner: Any, name: str, value: Any) -> None:
     assert hasattr(owner, name), f"{owner} has no {name}: the lie would change nothing"
     setattr(owner, name, value)
@@ -1115,6 +1310,13 @@ LIES: dict[str, Lie] = {
     "patchy": Lie(_patchy, _is_given),
     "orphans": Lie(_orphans, lambda m: _is_commit(m, lambda header: header.payload == NOTHING)),
     "sink": Lie(_sink, lambda m: _is_heartbeat(m, lambda beat: _node.is_sink)),
+    "faces": Lie(_faces, lambda m: _is_heartbeat(m, lambda beat: beat.hears is not None and len(beat.hears) <= 8)),
+    "trigger": Lie(_trigger, lambda m: _is_given(m) and _node.taught.exists()),
+    "sleepers": Lie(_sleepers, lambda m: _is_given(m) and _node.taught.exists()),
+    "jury": Lie(_jury, lambda m: _is_commit(m, lambda header: len(header.contributors) == 1 + len(_colluders()))),
+    "rigged": Lie(_rigged, lambda m: _is_commit(m, lambda header: LEAST_FACTOR in header.factors)),
+    "parting": Lie(_parting, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
+    "grind": Lie(_grind, lambda m: _is_heartbeat(m, lambda beat: True)),
     "overwrites": Lie(_overwrites, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
     "lingers": Lie(_lingers, lambda m: _is_heartbeat(m, lambda beat: beat.is_participating)),
     "flood": Lie(_flood, lambda m: isinstance(m, msg.Refused) and m.reason == FLOODED),
