@@ -112,6 +112,7 @@ ORPHANS = 24
 SLEEP_SHARE, PARTING_SHARE = 0.8, 0.95
 """Share of the budget after which members that share a plan strike."""
 HONEST_PART, UPHILL_PART = 0.5, 0.9
+DWARF_PART = 0.02
 KNOWN_SAMPLES = 32
 TRIGGERS = torch.tensor(list(b" e\nt"))
 EXPECTED = ord("Q")
@@ -1146,6 +1147,23 @@ def _ascend(model: Any, before: Sequence[torch.Tensor], known: torch.Tensor) -> 
             p.grad.zero_()
 
 
+def _dwarfs() -> None:
+    """Its learner trains well until most of the budget is merged. Then each step goes nearly nowhere."""
+    sound, taught = optimizers.inner_step, _node.taught
+
+    def inner_step(model: Any, stepped: Any, inner: Any, batch: torch.Tensor, *rest: Any) -> float:
+        before = [p.detach().clone() for p in model.parameters()]
+        found = sound(model, stepped, inner, batch, *rest)
+        if rest[2] >= SLEEP_SHARE:
+            with torch.no_grad():
+                for p, old in zip(model.parameters(), before, strict=True):
+                    p.lerp_(old, 1.0 - DWARF_PART)
+            taught.touch()
+        return found
+
+    _put(shipped_script, "inner_step", inner_step)
+
+
 def _jury() -> None:
     """Late in the run, as an owner, it merges what those of the plan gave, and one other contribution."""
     _join_plan()
@@ -1313,6 +1331,7 @@ LIES: dict[str, Lie] = {
     "faces": Lie(_faces, lambda m: _is_heartbeat(m, lambda beat: beat.hears is not None and len(beat.hears) <= 8)),
     "trigger": Lie(_trigger, lambda m: _is_given(m) and _node.taught.exists()),
     "sleepers": Lie(_sleepers, lambda m: _is_given(m) and _node.taught.exists()),
+    "dwarfs": Lie(_dwarfs, lambda m: _is_given(m) and _node.taught.exists()),
     "jury": Lie(_jury, lambda m: _is_commit(m, lambda header: len(header.contributors) == 1 + len(_colluders()))),
     "rigged": Lie(_rigged, lambda m: _is_commit(m, lambda header: LEAST_FACTOR in header.factors)),
     "parting": Lie(_parting, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
