@@ -1087,6 +1087,26 @@ def _colluders() -> frozenset[str]:
 
 def _faces() -> None:
     """Each peer is told that this one hears it, and else only those of the plan: as if it alone were heard by all."""
+
+    def heard_by(beat: msg.Heartbeat, to: PeerId) -> msg.Heartbeat:
+        of_plan = _colluders() - {_node.core.config.peer}
+        return replace(beat, hears=listed({fingerprint(PeerId(peer)) for peer in {*of_plan, to}}))
+
+    _tell_each(heard_by)
+
+
+def _halves() -> None:
+    """Half of the peers, the same for all of the plan, are told that it asks to own nothing, the others that it asks to
+    own all."""
+
+    def weighted(beat: msg.Heartbeat, to: PeerId) -> msg.Heartbeat:
+        return replace(beat, weight=HEAVY * (fingerprint(to) % 2))
+
+    _tell_each(weighted)
+
+
+def _tell_each(changed: Callable[[msg.Heartbeat, PeerId], msg.Heartbeat]) -> None:
+    """Each peer gets heartbeats of its own."""
     sound = Heartbeats.send_heartbeats
     _join_plan()
 
@@ -1096,10 +1116,7 @@ def _faces() -> None:
         sound(self, views)
         for i in range(first, len(effects)):
             sent: Any = effects[i]
-            heard = listed(
-                {fingerprint(PeerId(peer)) for peer in (_colluders() | {*sent.peers}) - {_node.core.config.peer}}
-            )
-            effects[i] = replace(sent, message=replace(sent.message, hears=heard))
+            effects[i] = replace(sent, message=changed(sent.message, sent.peers[0]))
 
     _put(Heartbeats, "send_heartbeats", send_heartbeats)
 
@@ -1329,6 +1346,7 @@ LIES: dict[str, Lie] = {
     "orphans": Lie(_orphans, lambda m: _is_commit(m, lambda header: header.payload == NOTHING)),
     "sink": Lie(_sink, lambda m: _is_heartbeat(m, lambda beat: _node.is_sink)),
     "faces": Lie(_faces, lambda m: _is_heartbeat(m, lambda beat: beat.hears is not None and len(beat.hears) <= 8)),
+    "halves": Lie(_halves, lambda m: _is_heartbeat(m, lambda beat: beat.weight in {0.0, HEAVY})),
     "trigger": Lie(_trigger, lambda m: _is_given(m) and _node.taught.exists()),
     "sleepers": Lie(_sleepers, lambda m: _is_given(m) and _node.taught.exists()),
     "dwarfs": Lie(_dwarfs, lambda m: _is_given(m) and _node.taught.exists()),
