@@ -109,7 +109,7 @@ LATE_SHARE = 0.9
 ORPHANS = 24
 """Commits without a parent for each shard, sent to each peer."""
 
-SLEEP_SHARE, PARTING_SHARE = 0.8, 0.95
+SLEEP_SHARE, PARTING_SHARE = 0.92, 0.95
 """Share of the budget after which members that share a plan strike."""
 HONEST_PART, UPHILL_PART = 0.5, 0.9
 DWARF_PART = 0.02
