@@ -91,7 +91,7 @@ async def _obey(peer: JoinPeer, command: line.Message) -> None:
             await _until(lambda: len(peer.peer.machine.core.membership.live) == others)
             line.answer(ok=True)
         case "join":
-            before, size = time.process_time(), 8 * peer.peer.layout.elements
+            before, size = time.process_time(), 8 * peer.peer.state.layout.elements
             peer.begin()
             for address in command["addresses"]:
                 await peer.transport.dial(address, timeout_s=30.0)
@@ -107,7 +107,7 @@ async def _obey(peer: JoinPeer, command: line.Message) -> None:
                 heads=f"{peer.peer.machine.core.heads_mark:x}",
                 received=peer.transport.traffic().received_bulk,
                 peak=line.memory("VmHWM"),
-                faults=dict(peer.metrics.faults),
+                faults=dict(peer.peer.metrics.faults),
             )
         case "heads":
             line.answer(heads=f"{peer.peer.machine.core.heads_mark:x}")

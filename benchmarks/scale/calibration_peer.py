@@ -94,7 +94,7 @@ class CalibrationPeer(ExchangePeer):
     @property
     def fragment_of(self) -> list[int]:
         """By shard."""
-        return [shard.fragment for shard in self.peer.layout.shards]
+        return [shard.fragment for shard in self.peer.state.layout.shards]
 
 
 def live(namespace: str, config: line.Message, parent: Connection) -> None:

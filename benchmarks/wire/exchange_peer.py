@@ -159,7 +159,7 @@ class ExchangePeer(Node):
         ward = self.peer.supervision.child = self.peer.supervision.new_child("standin")
         self.stand_in = self.make_stand_in()
         ward.process = self.stand_in  # type: ignore[assignment]
-        self.heard_learner(learner_ipc.Ready(device="none", parameters=self.peer.layout.elements))
+        self.heard_learner(learner_ipc.Ready(device="none", parameters=self.peer.state.layout.elements))
 
     def make_stand_in(self) -> StandIn:
         """Its learner."""
@@ -188,9 +188,9 @@ class ExchangePeer(Node):
     def copy(self, fragment: FragmentId) -> bool:
         """Make the snapshot of a fragment: global parameters less ``gradient``, which every BLOCK has."""
         state = self.peer.state
-        for shard in self.peer.layout.fragments[fragment]:
+        for shard in self.peer.state.layout.fragments[fragment]:
             theta, snapshot = state.theta, state.shifts.part("snapshot", shard)
-            piece = self.peer.layout.shards[shard]
+            piece = self.peer.state.layout.shards[shard]
             for start in range(piece.start, piece.stop, BLOCK):
                 stop = min(start + BLOCK, piece.stop)
                 part = snapshot[start - piece.start : stop - piece.start]
@@ -293,7 +293,7 @@ class Rounds:
         peer, state = self._peer, self._peer.peer.state
         self._rounds += 1
         peer.gradient = block_of(self._index, self._rounds)
-        pieces = [peer.peer.layout.shards[s] for s in self._checked()]
+        pieces = [peer.peer.state.layout.shards[s] for s in self._checked()]
         self._before = [
             (state.theta[p.start : p.stop].clone(), state.momentum[p.start : p.stop].clone()) for p in pieces
         ]
@@ -333,7 +333,7 @@ class Rounds:
         )
 
     def _checked(self) -> list[int]:
-        shards = len(self._peer.peer.layout.shards)
+        shards = len(self._peer.peer.state.layout.shards)
         return sorted({round(i * (shards - 1) / (CHECKED - 1)) for i in range(CHECKED)})
 
     def _error(self) -> float:
@@ -341,7 +341,7 @@ class Rounds:
         peer, config = self._peer, self._peer.peer.manifest.config
         worst = 0.0
         for shard, (theta, momentum) in zip(self._checked(), self._before, strict=True):
-            piece = peer.peer.layout.shards[shard]
+            piece = peer.peer.state.layout.shards[shard]
             found = peer.peer.state.theta[piece.start : piece.stop] - theta
             numbers = range(self._config["peers"])
             gradients = [merge.Vector(_repeated(block_of(i, self._rounds), piece.elements)) for i in numbers]

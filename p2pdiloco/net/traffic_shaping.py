@@ -111,19 +111,13 @@ class FairScheduler(Generic[Member]):
     """Fair scheduler of one budget over all peers, by the rules above."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
-        self._total = Pacer(bytes_per_s)
+        self.total = Pacer(bytes_per_s)
+        """The budget of all peers together."""
         self._peers: dict[Hashable, _Peer[Member]] = {}
         self._ready: dict[Hashable, _Peer[Member]] = {}
         """Peers with members that can send."""
         self._level = 0.0
         """Bytes served to the last chosen peer, before its turn."""
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        return self._total.bytes_per_s
-
-    def set_budget(self, bytes_per_s: float | None, now: float) -> None:
-        self._total.set_rate(bytes_per_s, now)
 
     def add(self, peer: Hashable, member: Member) -> None:
         """Record that ``member`` of ``peer`` can send."""
@@ -148,22 +142,22 @@ class FairScheduler(Generic[Member]):
 
     def next(self, now: float) -> tuple[Member, int] | None:
         """Return the member to send next and its maximum bytes; None if none may send now."""
-        if not self._ready or not self._total.is_ready(now):
+        if not self._ready or not self.total.is_ready(now):
             return None
         chosen = min(self._ready.values(), key=lambda account: account.served)
         self._level = chosen.served = max(self._level, chosen.served)
-        return next(iter(chosen.members)), slice_bytes(self._total.bytes_per_s)
+        return next(iter(chosen.members)), slice_bytes(self.total.bytes_per_s)
 
     def next_at(self) -> float | None:
         """Return the earliest time at which ``next`` may have a result; None if no member can send."""
-        return self._total.ready_at() if self._ready else None
+        return self.total.ready_at() if self._ready else None
 
     def charge(self, peer: Hashable, member: Member | None, count: int, now: float) -> None:
         """Charge ``count`` bytes sent to ``peer``. ``member`` is the one whose turn it was; None for control data."""
         if member is None:
-            self._total.charge_control(count, now)
+            self.total.charge_control(count, now)
         else:
-            self._total.charge(count, now)
+            self.total.charge(count, now)
         account = self._peers.get(peer)
         if account is None:
             return
@@ -228,11 +222,11 @@ class Shaper(Generic[Sender]):
 
     @property
     def bytes_per_s(self) -> float | None:
-        return self._shares.bytes_per_s
+        return self._shares.total.bytes_per_s
 
     def set_budget(self, bytes_per_s: float | None, now: float) -> None:
         """Set the total rate in bytes per second; None: no limit."""
-        self._shares.set_budget(bytes_per_s, now)
+        self._shares.total.set_rate(bytes_per_s, now)
         self._refresh(now)
 
     def open(self, peer: Hashable, sender: Sender) -> None:

@@ -239,11 +239,6 @@ class Node:
         """Options of the peer."""
         return self.peer.options
 
-    @property
-    def metrics(self) -> Metrics:
-        """Event log and totals of the peer."""
-        return self.peer.metrics
-
     # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -399,8 +394,8 @@ class Node:
             "versions": [head.version for head in heads],
             "tokens_unmerged": self.peer.machine.view.unmerged_tokens(),
             "learner": self.peer.supervision.learner,
-            "learner_tokens": self.metrics.learner_tokens,
-            "faults": dict(self.metrics.faults),
+            "learner_tokens": self.peer.metrics.learner_tokens,
+            "faults": dict(self.peer.metrics.faults),
             "up_bytes_per_parameter": sent_up.per_parameter(),
             "down_bytes_per_parameter": sent_down.per_parameter(),
             "up_payload_bytes": sent_up.bytes,
@@ -410,4 +405,4 @@ class Node:
             write_atomically(self.options.folder / "report.json", json.dumps(report, indent=2).encode())
         except OSError as error:
             log.error("the report cannot be written", folder=self.options.folder, reason=os.strerror(error.errno or 0))
-        self.metrics.write("ended", status=ending.status, reason=ending.reason)
+        self.peer.metrics.write("ended", status=ending.status, reason=ending.reason)

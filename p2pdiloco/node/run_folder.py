@@ -179,7 +179,7 @@ class RunStore:
         own = folder_of(self._folders[0], manifest.run)
         if manifest.run in self.standings():
             best = best_of(load_all(self._folders, manifest.run))
-            state_client.clear_kept(own / state_client.INCOMING)  # an older download, which nothing would read again
+            LOCAL.remove_folder(own / state_client.INCOMING)  # an older download, which nothing would read again
             return InitialState(best.shards, best.theta, best.momentum)
         load(own / CHECKPOINT, run=manifest.run)  # raises if there are checkpoints that cannot be read
         kept = state_client.load(own / state_client.INCOMING, manifest)

@@ -72,5 +72,5 @@ class StatusReporter:
 def _tokens_merged(peer: Peer) -> int:
     """Return the declared tokens that the chains have merged, averaged over the shards by size."""
     merged = peer.machine.view.merged_tokens()
-    total = sum(m * shard.elements for m, shard in zip(merged, peer.layout.shards, strict=True))
-    return total // peer.layout.elements
+    total = sum(m * shard.elements for m, shard in zip(merged, peer.state.layout.shards, strict=True))
+    return total // peer.state.layout.elements

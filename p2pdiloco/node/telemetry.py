@@ -198,7 +198,7 @@ class Telemetry:
         with suppress(OSError):  # without the free space, all other alerts still work
             room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
         limits = approached(
-            [self._status()], max(shard.elements for shard in self._peer.layout.shards), self._members()
+            [self._status()], max(shard.elements for shard in self._peer.state.layout.shards), self._members()
         )
         for alert in self._alerts.look(self._peer.host.now(), self._current_picture(), room, limits):
             self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)

@@ -98,10 +98,6 @@ def _codec(line: Line) -> str:
     return f"{what}: {formatting.volume(line['bytes'])}, relative error {line['error']:.3f}"
 
 
-def _fetched(line: Line) -> str:
-    return f"downloaded shard {line['shard']}, version {line['version']}: {formatting.volume(line['bytes'])}"
-
-
 _GOOD = {"join": "good", "finish": "good"}
 _TOPICS = {
     "peers": "peers",
@@ -154,7 +150,9 @@ _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
 _DETAILS: dict[str, Callable[[Line], str]] = {
     "joining": lambda line: f"{line['shards']} of {line['of']} shards are to be downloaded: {_transfer(line)}",
     "transfer": _transfer,
-    "fetched": _fetched,
+    "fetched": lambda line: (
+        f"downloaded shard {line['shard']}, version {line['version']}: {formatting.volume(line['bytes'])}"
+    ),
     "peers": _live,
     "commit": _commit,
     "merge": _merge,

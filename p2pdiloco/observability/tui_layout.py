@@ -89,7 +89,8 @@ def curve(history: History, width: int, height: int, *, over_time: bool) -> list
         lines.append([*(Cell(letter, "quiet") for letter in label), *canvas.row(row)])
     lines.append([*(Cell(letter, "quiet") for letter in " " * (LABEL - 1) + "╰"), *axis])
     say: Callable[[float], str] = (lambda x: duration(x - low)) if over_time else amount
-    lines.append([Cell(letter, "quiet") for letter in " " * LABEL + _ends(say(low), say(high), columns)])
+    ends = say(low) + say(high).rjust(max(0, columns - len(say(low))))
+    lines.append([Cell(letter, "quiet") for letter in " " * LABEL + ends])
     return lines
 
 
@@ -165,10 +166,6 @@ def _tokens_at(points: list[Point], at: float) -> float:
     """Tokens merged by the time ``at``, by the points before it."""
     before = [p for p in points if p[1] <= at]
     return max((p[0] for p in before), default=-1.0)
-
-
-def _ends(left: str, right: str, width: int) -> str:
-    return left + right.rjust(max(0, width - len(left)))
 
 
 # -- Panels of the terminal view ---------------------------------------------------------------------------------------

@@ -162,16 +162,13 @@ def progress_fields(status: PeerStatus) -> dict[str, object]:
         fields |= {"held_out": round(status.held_out_loss, 3), "held_out_step": status.held_out_step}
     if status.tokens_per_second:
         fields["tokens_per_s"] = round(status.tokens_per_second)
-    return (
-        fields
-        | {
-            "live": status.live,
-            "participating": status.participating,
-            "versions": f"{status.version_min}-{status.version_max}",
-            "up_mb": round(status.bytes_up / 1e6, 1),
-        }
-        | ({"trouble": status.trouble} if status.trouble else {})
-    )
+    fields |= {
+        "live": status.live,
+        "participating": status.participating,
+        "versions": f"{status.version_min}-{status.version_max}",
+        "up_mb": round(status.bytes_up / 1e6, 1),
+    }
+    return {**fields, "trouble": status.trouble} if status.trouble else fields
 
 
 # -- Payload traffic ---------------------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ class Peer:
             theta, momentum = initial.take()
             self.state.keep_in(momentum)
             for proof in initial.shards:
-                piece = self.layout.shards[proof.state.head.shard]
+                piece = self.state.layout.shards[proof.state.head.shard]
                 span = slice(piece.start, piece.stop)
                 self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
                 let_go(theta[span])  # otherwise memory holds the model twice for some seconds
@@ -204,9 +204,9 @@ class Peer:
                 shards.append(proof.state)
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}
-        if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
+        if missing := [piece.elements for piece in self.state.layout.shards if piece.shard not in brought]:
             self._downloads.arrivals.begin(missing)
-        heads: list[msg.Head | None] = [None] * len(self.layout.shards)
+        heads: list[msg.Head | None] = [None] * len(self.state.layout.shards)
         for state in shards:
             heads[state.head.shard] = state.head
         own = tuple(self.driver.load_own_commits(heads))
@@ -261,11 +261,6 @@ class Peer:
         return self._with_last_checkpoint(
             Ending(0, "the missing peers came back, and all have the same model"), problem
         )
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the model."""
-        return self.state.layout
 
     @property
     def trouble(self) -> str:
@@ -425,9 +420,9 @@ class Peer:
                 shard = message.header.shard
             case _:
                 return None
-        if shard >= len(self.layout.shards):
+        if shard >= len(self.state.layout.shards):
             return None
-        elements = self.layout.shards[shard].elements
+        elements = self.state.layout.shards[shard].elements
         return message if size <= payload_limit(elements) + SIGNATURE_BYTES + list_bytes(elements) else None
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:

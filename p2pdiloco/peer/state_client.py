@@ -89,11 +89,6 @@ def keep(folder: Path, offer: StateOffer, chunks: Sequence[memoryview], disk: Di
     replace(disk, path, chain(parts, chunks), is_durable=False)
 
 
-def clear_kept(folder: Path, disk: Disk = LOCAL) -> None:
-    """Remove all downloaded shards, because a checkpoint contains them."""
-    disk.remove_folder(folder)
-
-
 def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
     """Read the downloaded shards in ``folder``; None if none can be used."""
     layout, proofs = Layout.of(manifest), []
@@ -297,7 +292,7 @@ class PartialDownloads:
     async def clear(self) -> None:
         """Remove the kept shards, because a checkpoint contains them."""
         async with self._writing:
-            await self._host.work("disk", lambda: clear_kept(self._folder, self._host.disk))
+            await self._host.work("disk", lambda: self._host.disk.remove_folder(self._folder))
 
     async def _keep(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
         try:
@@ -386,16 +381,13 @@ class _Download:
 
     def __init__(self, offer: StateOffer, sizes: Sequence[int]) -> None:
         self.offer = offer
+        self.head = offer.proof.state.head.id
         # Bytes of each chunk.
         self.sizes = sizes
         self.chunks: list[memoryview | None] = [None] * len(self.sizes)
         self.missing = len(self.sizes)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.last_error = "no donor is left"
-
-    @property
-    def head(self) -> Digest:
-        return self.offer.proof.state.head.id
 
 
 class StateClient:

@@ -311,7 +311,8 @@ class RequestHandlers:
         async with self._turns:
             before = {peer: links.queued_bytes(peer) for peer in links.peers()}
             for _ in range(round(YIELD_MOST_S / YIELD_S)):
-                if self._waiting_bytes() <= self._little_bytes():
+                little = LITTLE_S * (links.up_bytes_per_s or 2 * LITTLE_BYTES / LITTLE_S)
+                if self._waiting_bytes() <= max(LITTLE_BYTES, little):
                     return
                 await self._host.sleep(YIELD_S)
             share = (links.up_bytes_per_s or math.inf) / (8 * len(before)) if before else math.inf
@@ -322,6 +323,3 @@ class RequestHandlers:
         queued = {peer: self._host.links.queued_bytes(peer) for peer in self._host.links.peers()}
         self._idlers = {peer for peer in self._idlers if queued.get(peer, 0) > LITTLE_BYTES}
         return sum(size for peer, size in queued.items() if peer not in self._idlers)
-
-    def _little_bytes(self) -> float:
-        return max(LITTLE_BYTES, LITTLE_S * (self._host.links.up_bytes_per_s or 2 * LITTLE_BYTES / LITTLE_S))

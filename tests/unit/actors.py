@@ -87,7 +87,7 @@ class Learner:
 
     async def __aenter__(self) -> Self:
         member = self._member
-        layout, tensors = member.peer.layout, member.peer.manifest.tensors
+        layout, tensors = member.peer.state.layout, member.peer.manifest.tensors
         self.parameters = [nn.Parameter(torch.zeros(t.shape)) for t in tensors]
         named = [(t.name, p) for t, p in zip(tensors, self.parameters, strict=True)]
         self._node, self._theirs = socket.socketpair()

@@ -23,6 +23,7 @@ from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import StateOffer, StateProof, encode
 
 ELEMENTS = CHUNK + 100
@@ -160,7 +161,7 @@ def test_what_was_kept_is_read_back_in_its_place(tmp_path: Path) -> None:
     assert torch.equal(found.momentum[piece.start : piece.stop], MOMENTUM)
     assert not found.theta[: piece.start].any()
     assert not found.momentum[: piece.start].any()
-    state_client.clear_kept(tmp_path)
+    LOCAL.remove_folder(tmp_path)
     assert state_client.load(tmp_path, MANIFEST) is None
 
 
