@@ -53,7 +53,7 @@ class PreforkedLearner:
 
     def __init__(self, pid: int, ours: socket.socket) -> None:
         self._pid = pid
-        self._ours = ours
+        self.ours = ours
 
     def become(self, arguments: Sequence[str], link_fd: int, memory_fd: int, output_fd: int) -> ProcessHandle:
         """Make the process a learner with these arguments and descriptors.
@@ -61,14 +61,10 @@ class PreforkedLearner:
         Raises:
             OSError: the process has ended.
         """
-        with self._ours as ours:
+        with self.ours as ours:
             process = ProcessHandle(self._pid, is_own=True)
             socket.send_fds(ours, [json.dumps(list(arguments)).encode()], [link_fd, memory_fd, output_fd])
         return process
-
-    def dismiss(self) -> None:
-        """Close the socket, so that a process that is not needed ends."""
-        self._ours.close()
 
 
 # The forked process of this node, until ``take``.
@@ -221,7 +217,7 @@ class LearnerProcess:
             ours = await self._start(first)
             let_be_killed_first(self.pid)  # the node starts another learner, but nobody starts another node
         elif first is not None:
-            first.dismiss()
+            first.ours.close()  # so that a process that is not needed ends
         ours.setblocking(False)
         if self._manifest is not None:
             self._outgoing.put_nowait(learner_ipc.welcome(self._manifest))
@@ -275,7 +271,7 @@ class LearnerProcess:
         finally:
             theirs.close()
             if first is not None:
-                first.dismiss()  # it has become the learner, or is not needed
+                first.ours.close()  # it has become the learner, or is not needed
         return ours
 
     async def __aexit__(self, *_: object) -> None:

@@ -40,18 +40,14 @@ class LookupPolicy:
     def __init__(self, me: PeerId, heard_of: Callable[[], frozenset[int]]) -> None:
         self._me = me
         self._heard_of = heard_of
-        self._pause = Backoff(LOOK_S, LOOK_MOST_S)
+        # Interval after the next lookup, before the stretch.
+        self.pause = Backoff(LOOK_S, LOOK_MOST_S)
         self._look_at: float | None = None
         self._looked_at = self._missing_at = float("-inf")
         # At the last ``is_lookup_due``: fingerprints of peers that were connected to others but not to this peer.
         self._missing: frozenset[int] = frozenset()
         # Peers that were connected at the last ``is_lookup_due``.
         self._connected: frozenset[PeerId] = frozenset()
-
-    @property
-    def pause_s(self) -> float:
-        """Interval after the next lookup, in seconds, before the stretch."""
-        return self._pause.pause_s
 
     @property
     def stretch(self) -> float:
@@ -90,15 +86,15 @@ class LookupPolicy:
 
     def look_soon(self, now: float) -> None:
         """Make the next lookup due within LOOK_S, after a change; in a large run, within LARGE_LOOK_S."""
-        self._pause.reset()
+        self.pause.reset()
         if self._look_at is not None:
             self._look_at = min(self._look_at, max(now + LOOK_S, self._looked_at + self.least_s))
 
     def record_lookup(self, now: float, *, is_news: bool) -> None:
         """Record a lookup. ``is_news``: it returned new peers or addresses."""
         if is_news:
-            self._pause.reset()
-        self._look_at, self._looked_at = now + max(self.least_s, self._pause.next_s() * self.stretch), now
+            self.pause.reset()
+        self._look_at, self._looked_at = now + max(self.least_s, self.pause.next_s() * self.stretch), now
 
 
 class KnownPoints:

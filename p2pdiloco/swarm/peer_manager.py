@@ -168,7 +168,7 @@ class PeerManager:
     async def _announce(self, now: float) -> None:
         # ``record`` leaves these two fields empty, so they are not compared.
         is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
-        usual_s = min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.stretch
+        usual_s = min(max(self._lookup.pause.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.stretch
         if now - self._announced_at >= (NEWS_S if is_news else usual_s):
             record = msgspec.structs.replace(
                 self._record(),
