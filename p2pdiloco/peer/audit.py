@@ -364,10 +364,8 @@ class Auditor:
         found, store = dict[Digest, Held](), self._driver.store
         cached = self._payload_cache.shards[header.shard]
         givers = {Digest(c.payload.hex()): peer_of(c.learner) for c in header.contributors}
-        # A contribution is about as large as the commit.
-        if (len(givers) + 1) * cached.size_of(header.payload) > (
-            MOST_AUDITED_BYTES if store.may_write() else MEMORY_BYTES
-        ):
+        most_bytes = MOST_AUDITED_BYTES if store.may_write() else MEMORY_BYTES
+        if (len(givers) + 1) * cached.size_of(header.payload) > most_bytes:  # a contribution is as large as the commit
             self._give_up(header, case)
             return None
         for digest in sorted(audited_payloads(header)):

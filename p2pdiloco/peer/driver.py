@@ -275,10 +275,8 @@ class Driver:
             culprit = peer_of(error.learner) if isinstance(error, ContributionError) else None
             if culprit is not None:
                 self.metrics.report_fault(culprit, "contribution", str(error))
-            is_spoilt = isinstance(error, SpoiltStateError)
-            if not (
-                is_spoilt and work == "merge"
-            ):  # then the contributions are still good: merge them after the repair
+            # Contributions to a spoilt state are still good: they are merged after the repair.
+            if work != "merge" or not isinstance(error, SpoiltStateError):
                 unfit = isinstance(error, UnfitCommitError)
                 self.feed(ev.Failed("values" if unfit else work, shard, culprit, str(error)))
             if isinstance(error, SpoiltStateError):
