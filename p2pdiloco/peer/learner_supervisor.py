@@ -21,8 +21,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-
-from msgspec import Struct
+from dataclasses import dataclass
 
 from p2pdiloco.peer.checkpoint import LEARNER
 from p2pdiloco.peer.driver import Driver
@@ -119,7 +118,8 @@ MOST_NAMED = 8
 MISUSED = 2
 
 
-class SupervisedLearner(Struct, eq=False):
+@dataclass(eq=False)
+class SupervisedLearner:
     """One learner process, as its node sees it."""
 
     learner: LearnerId
