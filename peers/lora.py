@@ -24,8 +24,8 @@ base, loading, small = base.removeprefix("hf://"), {}, {}
 if "--load-in-4bit" in sys.argv:  # needs the extra qlora; some peers may do so, and others not
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"}
     loading = {"quantization_config": transformers.BitsAndBytesConfig(load_in_4bit=True, **nf4)}
-    small = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "gradient_checkpointing": True}
-    small["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    checkpoints = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    small = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, **checkpoints}
 tokenizer = transformers.AutoTokenizer.from_pretrained(base)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
