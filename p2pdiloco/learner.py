@@ -7,7 +7,7 @@ starts it with a socket and the shared memory; nobody starts it by hand::
 
 Rules of this file:
 1. The node leads. SIGINT and SIGHUP are ignored, because Ctrl+C and the end of a terminal reach the whole process
-   group. SIGTERM ends the learner at once.
+   group. SIGTERM ends the learner at once; its log then says where it was.
    So does the node's death (Linux), even in the middle of a step that takes minutes, unless the learner may wait for
    the next node.
 2. A problem that the user must repair (data, device, manifest) is sent to the node as ``Failed`` and ends with status
@@ -22,6 +22,7 @@ disk (``optimizer_state``). Without one it warms up briefly.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import signal
 import socket
 import sys
@@ -169,6 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.register(signal.SIGTERM, file=2, chain=True)
     if not options.reattach_s:
         die_with_parent()
     reunion = Reunion(options.reunion, options.reattach_s) if options.reunion and options.reattach_s else None

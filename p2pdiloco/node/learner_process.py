@@ -289,7 +289,7 @@ class LearnerProcess:
                 await process.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                process.send_signal(signal.SIGKILL)
             await process.wait()
         finally:
             for task in self._tasks:
@@ -318,12 +318,18 @@ class LearnerProcess:
                 self._reason = f"it did not read its commands, of which {COMMANDS} are waiting, and was killed"
             self._cut_off()
 
-    def _cut_off(self) -> None:
+    def end(self, reason: str) -> None:
+        """End a learner that hangs: SIGTERM, and after EXIT_S SIGKILL. Its end is reported with ``reason``."""
+        self._reason = f"{reason} and was ended; {self._log_path} may say where it was"
+        self._cut_off(signal.SIGTERM)  # it writes to its log where it was
+        asyncio.get_running_loop().call_later(EXIT_S, self._cut_off)
+
+    def _cut_off(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Kill the learner, or close the link to a training script."""
         assert self._process is not None
         if self._manifest is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+                self._process.send_signal(number)
         elif self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)

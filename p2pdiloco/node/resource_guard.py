@@ -1,4 +1,5 @@
-"""Pauses the learner while the machine is needed otherwise, and ends the peer if it uses too much memory.
+"""Pauses the learner while the machine is needed otherwise, has it ended if it hangs, and ends the peer if it uses too
+much memory.
 
 Rules of this file:
 1. A paused peer trains no steps, but takes part in everything else. Its unmerged progress is contributed at the next
@@ -83,6 +84,7 @@ class ResourceGuard:
             if reason != self._supervision.resting:
                 log.info("learner paused" if reason else "learner continues", **({"reason": reason} if reason else {}))
                 self._supervision.rest(reason)
+            self._supervision.look_for_hang(LOOK_S)
             most = self._options.most_memory_bytes
             if most is not None and taken > most:
                 self._leave(

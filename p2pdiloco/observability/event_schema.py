@@ -132,6 +132,7 @@ _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "learner-ready": lambda line: Sentence("info", f"the learner is ready, on {line['device']}"),
     "learner-adopted": lambda line: Sentence("good", "this peer took over the learner of its previous process"),
     "learner-lost": lambda line: Sentence("error", f"the learner ended: {line['reason']}"),
+    "learner-hung": lambda line: Sentence("error", line["reason"]),
     "learner-not-started": lambda line: Sentence("error", f"the learner cannot be started: {line['reason']}"),
     "learner-trouble": lambda line: Sentence("warning", f"the learner has a problem and continues: {line['reason']}"),
     "learner-unable": lambda line: Sentence("error", f"the learner's progress is not merged: {line['reason']}"),
@@ -256,6 +257,7 @@ EVENTS = (
         (*_fields("text", "learner device"), *_fields("integer", "parameters inner_steps")),
     ),
     Event("learner-adopted", "the learner of the previous node was taken over", _fields("integer", "pid")),
+    Event("learner-hung", "the learner makes no steps; a node ends its own, and not a script", _REASON),
     Event("learner-lost", "the learner ended", (*_REASON, *_fields("integer", "status"))),
     Event(
         "learner-not-started",

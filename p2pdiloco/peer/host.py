@@ -172,6 +172,9 @@ class LearnerLife(Protocol):
     def send(self, message: learner_ipc.FromNode) -> None:
         """Queue a command. If the queue is full, the learner is stuck and is ended."""
 
+    def end(self, reason: str) -> None:
+        """End the process, which hangs. ``reason`` is reported as that of its end. Not for training scripts."""
+
 
 class StartLearner(Protocol):
     """Starts a learner, or adopts one that waits for its node.

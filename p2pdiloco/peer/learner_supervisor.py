@@ -1,4 +1,4 @@
-"""Learner supervisor: starts a peer's learner, sends it the machine's commands, and restarts it after a crash.
+"""Learner supervisor: starts a peer's learner, sends it the machine's commands, and restarts it after a crash or hang.
 
 Rules of this file:
 1. The node sends commands and never waits for the learner. The learner never waits for the node.
@@ -12,6 +12,7 @@ Rules of this file:
 5. The node does not start a training script. When a script dies, the node waits ``reattach_s`` for it, because its
    launcher may restart it (``torchrun --max-restarts``). The peer stays in the swarm meanwhile. If the run completes
    before the script has connected, the peer waits for it too, so that the script gets the result.
+6. A learner that hangs is ended, which is then a crash. A script may be busy with something else, so its user is told.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ SCRIPT_S = 600.0
 MOST_TEXT = 1000
 # Maximum number of contributors that a message about a merge names.
 MOST_NAMED = 8
+# A learner hangs after so long without a message, so many of its usual steps, and twice its longest silence before.
+HUNG_S, HUNG_STEPS = 180.0, 20.0
 # Exit status of a learner that the user must repair. A restart would end the same way.
 MISUSED = 2
 
@@ -132,13 +135,37 @@ class SupervisedLearner:
     is_loaded: bool = False
     """True once it has received all of them."""
     has_blocks: bool = False
+    makes_steps: bool = False
+    """False before its first step, which may compile, and after its last one."""
+    is_evaluating: bool = False
+    silent_s: float = 0.0
+    """Time since its last message."""
+    longest_s: float = 0.0
+    """Its longest such time before."""
+    step_s: float = 0.0
+    """Its usual step."""
+    hang: str = ""
+    """What people are told of its hang; empty if it does not hang."""
+
+    def heard(self, message: learner_ipc.FromLearner) -> None:
+        """Note that it is alive."""
+        self.longest_s, self.silent_s = max(self.longest_s, self.silent_s), 0.0
+        if isinstance(message, learner_ipc.Progress):
+            self.step_s += (message.step_time_s - self.step_s) * (0.1 if self.makes_steps else 1.0)
+            self.makes_steps = True
+        elif isinstance(message, learner_ipc.Paused):
+            self.makes_steps = False
+        elif isinstance(message, learner_ipc.Evaluated):
+            self.is_evaluating = False
+        self.hang = ""
 
 
 class LearnerSupervisor:
     """Supervises the learner of one peer.
 
     ``gave_up`` gets an exit status and a sentence when the learner is not restarted any more. ``sent_bytes`` returns
-    the bytes that the peer has sent so far, for the metrics.
+    the bytes that the peer has sent so far, for the metrics. An evaluation takes no longer than ``evaluation_steps``
+    steps.
     """
 
     def __init__(
@@ -147,6 +174,7 @@ class LearnerSupervisor:
         options: PeerOptions,
         *,
         manifest: bytes,
+        evaluation_steps: float,
         gave_up: Callable[[int, str], None],
         sent_bytes: Callable[[], int],
     ) -> None:
@@ -157,6 +185,7 @@ class LearnerSupervisor:
         self._host = driver.host
         self._options = options
         self._metrics = driver.metrics
+        self._evaluation_steps = evaluation_steps
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
         # The newest learner process.
@@ -267,6 +296,36 @@ class LearnerSupervisor:
         )
         await self._host.sleep(pause_s)
 
+    @property
+    def hang(self) -> str:
+        """What people are told of a learner that hangs; empty if it does not."""
+        return "" if self.child is None else self.child.hang
+
+    def look_for_hang(self, passed_s: float) -> None:
+        """End the learner if it hangs; if it is a training script, tell its user.
+
+        ``passed_s``: time since the last call, without any in which this process did not run either.
+        """
+        child = self.child
+        process = None if child is None else child.process
+        if child is None or process is None or not child.makes_steps or self.resting:
+            return
+        child.silent_s += passed_s
+        steps = HUNG_STEPS * (1.0 + self._evaluation_steps * child.is_evaluating)
+        if child.hang or child.silent_s < max(HUNG_S, steps * child.step_s, 2.0 * child.longest_s):
+            return
+        seen = f"no step for {child.silent_s:.0f} s, where one takes {child.step_s:.2g} s"
+        if self._manifest is None:
+            child.hang = f"the learner hangs ({seen}): this node ends it and starts another"
+            process.end(f"it hung ({seen})")
+        else:
+            child.hang = (
+                f"the training script makes no steps ({seen}): the others continue without it. If it hangs, end it "
+                f"(kill -9 {process.pid}) and start it again; it then continues as the same peer"
+            )
+        self._metrics.write("learner-hung", reason=child.hang)
+        log.warning(child.hang)
+
     async def wait_for_script(self) -> None:
         """Wait until the training script has the global parameters, at most ``reattach_s``."""
         if self._manifest is not None and not self._script_met.done():
@@ -297,6 +356,8 @@ class LearnerSupervisor:
 
     def _on_message(self, message: learner_ipc.FromLearner) -> None:
         driver = self._driver
+        if self.child is not None:
+            self.child.heard(message)
         match message:
             case learner_ipc.Progress():
                 self._metrics.progress(message, step=self._view.step, sent_bytes=self._sent_bytes())
@@ -438,6 +499,8 @@ class LearnerSupervisor:
             case ef.MoveEnd():
                 self.send(_end(effect.end))
             case ef.Evaluate():
+                if self.child is not None:
+                    self.child.is_evaluating = True
                 self.send(learner_ipc.Evaluate(version=effect.version))
 
     def _ask_for_snapshot(self, question: ef.Snapshot) -> None:

@@ -166,6 +166,7 @@ class Peer:
             self.driver,
             options,
             manifest=manifest.encode(),
+            evaluation_steps=manifest.config.evaluation.samples / manifest.config.inner.batch,
             gave_up=self._learner_gave_up,
             sent_bytes=sent_bytes,
         )
@@ -266,7 +267,9 @@ class Peer:
     def trouble(self) -> str:
         """Problems of the learner or the swarm that a person should look at; empty if there are none."""
         supervision = self.supervision
-        learners = "; ".join(filter(None, (supervision.absence, supervision.trouble, self._dissent())))
+        learners = "; ".join(
+            filter(None, (supervision.absence, supervision.hang, supervision.trouble, self._dissent()))
+        )
         return (learners or "; ".join(self.machine.view.troubles))[:TROUBLE_LIMIT]
 
     def _dissent(self) -> str:

@@ -86,8 +86,8 @@ class HealthWarnings:
         if learner is None or self.silent or since_s <= max(SILENT_S, SILENT_STEPS * learner.step_time_s):
             return
         self.silent = (
-            f"the learner has not answered for {since_s:.0f} s: the others continue without it. Check its process, and "
-            "restart it if it hangs"
+            f"the learner has not answered for {since_s:.0f} s: the others continue without it. If it hangs, this node "
+            "starts another one within minutes; restart a training script yourself"
         )
         self._update_ability()
         self.core.note("warning", "silent", self.silent)

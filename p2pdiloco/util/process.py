@@ -47,9 +47,9 @@ class ProcessHandle:
         loop.remove_reader(self._fd)
         ended.set_result(None)
 
-    def kill(self) -> None:
-        """Send SIGKILL. Raises ProcessLookupError if the process has ended."""
-        signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+    def send_signal(self, number: int) -> None:
+        """Send a signal. Raises ProcessLookupError if the process has ended."""
+        signal.pidfd_send_signal(self._fd, number)
 
     def __del__(self) -> None:
         if self._fd >= 0:

@@ -304,6 +304,10 @@ class _Life:
         """Queue a command."""
         self._channel.tell(message)
 
+    def end(self, reason: str) -> None:
+        """Kill it."""
+        self._learner.exit(-9, reason)
+
 
 class StartSimulatedLearner:
     """``peer.host.StartLearner`` of one life of a node."""

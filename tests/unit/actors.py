@@ -122,6 +122,11 @@ class Learner:
         if not self.is_over:
             self._node.sendall(learner_ipc.encode(message))
 
+    def end(self, reason: str) -> None:
+        """The node ends it."""
+        self.is_over = True
+        self.ended(reason, -9)
+
     def boundary(self) -> None:
         """The learner does what it was told, and the node hears its answers; nothing once it has ended."""
         if self.is_over:

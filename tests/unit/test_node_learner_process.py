@@ -100,7 +100,7 @@ def test_the_end_of_a_learner_is_told_though_no_descriptor_is_free() -> None:
         await asyncio.sleep(0)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
         try:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
             return await asyncio.wait_for(asyncio.gather(process.wait(), process.wait()), 20.0)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)

@@ -50,6 +50,9 @@ class Learner:
         self.resting = reason
         self.told.append(reason)
 
+    def look_for_hang(self, passed_s: float) -> None:
+        pass
+
 
 def watched(folder: Path, acts: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """A guest that has looked after each of ``acts``: what its learner was told, and why it left."""

@@ -12,9 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from actors import genesis
-from troupe import Stage, act
+from troupe import Member, Stage, act
 
-from p2pdiloco.peer.learner_supervisor import MISUSED, RESTARTS, STABLE_S
+from p2pdiloco.peer.learner_supervisor import HUNG_S, HUNG_STEPS, MISUSED, RESTARTS, STABLE_S
+from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.util.logs import short
 from p2pdiloco.wire import learner_ipc
@@ -130,6 +131,96 @@ def test_a_learner_that_starts_during_a_pause_rests_until_it_is_over(tmp_path: P
             ann.peer.supervision.rest("")
             await stage.rest(ann)
             assert not ann.learner.link.is_resting
+
+    act(story)
+
+
+def silent(member: Member, seconds: float) -> None:
+    """Its learner says nothing for so long."""
+    for _ in range(round(seconds)):
+        member.peer.supervision.look_for_hang(1.0)
+
+
+def test_a_learner_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, 1.0)
+            silent(ann, HUNG_S - 1)
+            assert not ann.peer.trouble
+            silent(ann, 1)
+            assert ann.peer.trouble.startswith("the learner hangs (no step for 180 s, where one takes 0.5 s)")
+            silent(ann, 1)
+            await stage.wait(1.5)
+            assert len(ann.lives) == 2
+            assert not ann.peer.trouble
+            assert [event for event in ann.metrics.events() if event in ("learner-hung", "learner-lost")] == [
+                "learner-hung",
+                "learner-lost",
+            ]
+            await stage.ready(ann)
+            await stage.train(ann, 1.0)
+            silent(ann, HUNG_S)
+            await stage.wait(3.0)
+            assert len(ann.lives) == 3
+
+    act(story)
+
+
+@pytest.mark.parametrize("what", ["first step", "at the end", "rest", "evaluation", "slow steps", "slow before"])
+def test_a_learner_that_may_be_silent_for_long_is_not_ended(tmp_path: Path, what: str) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            if what != "first step":
+                seconds = {"slow steps": 60.0, "evaluation": 5.0}.get(what, 0.5)
+                ann.learner._heard(
+                    learner_ipc.Progress(
+                        steps=1, tokens=10, loss=None, step_time_s=seconds, overhead_s=0.0, blocked_s=0.0
+                    )
+                )
+            limit_s = 1000 * HUNG_S
+            match what:
+                case "at the end":
+                    ann.learner._heard(learner_ipc.Paused(steps=1, tokens=10, step=1))
+                case "rest":
+                    ann.peer.supervision.rest("on battery")
+                case "evaluation":
+                    ann.peer.supervision.send_effect(ef.Evaluate(version=1))
+                    inner, samples = stage.manifest.config.inner, stage.manifest.config.evaluation.samples
+                    limit_s = HUNG_STEPS * 5.0 * (1 + samples / inner.batch)
+                    assert limit_s > 2 * HUNG_S
+                case "slow steps":
+                    limit_s = HUNG_STEPS * 60.0
+                case "slow before":
+                    silent(ann, HUNG_S - 1)
+                    ann.learner._heard(learner_ipc.Shifted(shards=()))
+                    limit_s = 2 * (HUNG_S - 1)
+                case _:
+                    pass
+            silent(ann, limit_s - 1)
+            await stage.settle()
+            assert not ann.peer.trouble
+            silent(ann, 2)
+            assert bool(ann.peer.trouble) is (limit_s < 1000 * HUNG_S), "but not for ever"
+
+    act(story)
+
+
+def test_a_script_that_makes_no_steps_is_not_ended_and_its_user_is_told_what_to_do(tmp_path: Path) -> None:
+    """It may be busy with something else, or be a notebook between two cells."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(script="somewhere")
+            await stage.train(ann, 1.0)
+            silent(ann, 3 * HUNG_S)
+            assert ann.peer.trouble.startswith("the training script makes no steps (no step for 180 s")
+            assert "kill -9" in ann.peer.trouble
+            assert ann.metrics.events().count("learner-hung") == 1
+            assert not ann.learner.is_over
+            await stage.train(ann, 1.0)
+            assert not ann.peer.trouble
 
     act(story)
 
