@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Self
 
 from p2pdiloco.nat.rendezvous_server import Relay
-from p2pdiloco.transport import addresses
+from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.connection_setup import connect
 from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.transport.sockets import DialError
@@ -33,6 +33,39 @@ DETOURS = 64
 OPEN_S = 10.0
 # Pause after this machine ran out of file descriptors.
 ACCEPT_PAUSE_S = 0.5
+# How long a probe waits for an acknowledgement, which leaves room for repetitions of a lost packet.
+PROBE_S, PROBE_ROUND_TRIPS, PROBE_LOOK_S = 4.0, 10, 0.05
+# What libp2p nodes say first.
+GREETING = b"\x13/multistream/1.0.0\n"
+
+
+async def loses_long_packets(address: str) -> bool:
+    """Return whether the path to a node loses a packet of full length, and not a short one before it.
+
+    False also if the short one takes PROBE_S, since the path is then slow or broken.
+    """
+    loop, limit_s = asyncio.get_running_loop(), PROBE_S
+    with suppress(OSError, DialError):
+        async with asyncio.timeout(PROBE_S):
+            raw = await connect(addresses.parse(address), congestion="")
+        with raw:
+            if _acked_bytes(raw) is None:
+                return True  # not Linux: it cannot be told
+            for data in (GREETING, bytes(raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG))):
+                began, before = loop.time(), _acked_bytes(raw)
+                await loop.sock_sendall(raw, data)
+                while _acked_bytes(raw) == before:
+                    if loop.time() - began > limit_s:
+                        return data is not GREETING
+                    await asyncio.sleep(PROBE_LOOK_S)
+                limit_s = max(PROBE_S, PROBE_ROUND_TRIPS * (loop.time() - began))
+    return False
+
+
+def _acked_bytes(raw: socket.socket) -> int | None:
+    """Return the acknowledged bytes of a connection; None if it is over."""
+    path = sockets.path_of(raw)
+    return None if path is None else path.acked_bytes
 
 
 class Detours:

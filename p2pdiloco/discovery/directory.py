@@ -593,7 +593,7 @@ class Directory:
             await self._daemon.start()
             reasons = await self._connect_to_some(candidates, by_detour=True)
         answered = [peer for peer, reason in reasons.items() if reason is None]
-        if answered and not self.narrow_paths.is_everywhere and self._daemon.detoured.issuperset(answered):
+        if answered and not self.narrow_paths.is_everywhere and all(map(self._daemon.detoured.get, answered)):
             self.narrow_paths.add(EVERYWHERE)  # nobody answers without: the tunnel is on this side
         for peer, reason in reasons.items():
             if reason != LATE:  # a late peer may still answer, so it is not recorded as silent

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from p2pdiloco.discovery.call_deadlines import LEAST_S, CallDeadlines
-from p2pdiloco.discovery.detours import Detours
+from p2pdiloco.discovery.detours import Detours, loses_long_packets
 from p2pdiloco.discovery.dht import (
     BUCKET,
     CLOCK,
@@ -102,8 +102,8 @@ class P2pdProcess:
         self._deadlines = CallDeadlines()
         self._narrow_paths = narrow_paths
         self._detours: Detours | None = None
-        # Nodes that were connected by a detour, because their paths lose long packets.
-        self.detoured: set[PeerId] = set()
+        # Nodes that were connected by a detour, and whether their paths are known to lose long packets.
+        self.detoured: dict[PeerId, bool] = {}
         # Multiaddrs with this peer's id; loopback addresses come last.
         self.visible: list[str] = []
 
@@ -323,16 +323,17 @@ class P2pdProcess:
             return str(error)
         if not ways:
             return UNREACHABLE
-        began = asyncio.get_running_loop().time()
-        reason = await self._connect(peer, ways, timeout_s, timeout_s if by_detour or is_narrow else silent_s)
-        is_quick = asyncio.get_running_loop().time() - began < SILENT_S  # else its process may have hung before
+        reason, lost = await asyncio.gather(
+            self._connect(peer, ways, timeout_s, timeout_s if by_detour or is_narrow else silent_s),
+            asyncio.gather(*(loses_long_packets(text) for text in where if not is_narrow)),
+        )
         if reason is None and peer not in self.detoured:
-            self.detoured.add(peer)
-            if is_quick and not is_narrow:
+            self.detoured[peer] = is_narrow or any(lost)
+            if any(lost):  # else the node, or a full queue, was slow
                 log.warning("the path loses long packets; the directory uses short segments", peer=peer)
-                self._narrow_paths.add(_host(where[0]))
+                self._narrow_paths.add(_host(where[lost.index(True)]))
         if reason is not None:
-            self.detoured.discard(peer)
+            self.detoured.pop(peer, None)
         return reason
 
     async def _connect(self, peer: PeerId, where: Sequence[str], timeout_s: float, silent_s: float) -> str | None:

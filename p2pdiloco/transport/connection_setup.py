@@ -477,10 +477,11 @@ class ConnectionSetup:
     def check_path_mtu(self, channel: Channel, error: Exception | None) -> None:
         """Check whether a lost connection failed because its path loses long packets.
 
-        This is assumed if the peer was heard shortly before but acknowledged nothing. The cause is usually a tunnel
-        with a smaller MTU that sends no ICMP. New connections then use shorter segments.
+        This is assumed if the peer was heard shortly before, but acknowledged none of the long packets. The cause is
+        usually a tunnel with a smaller MTU that sends no ICMP. New connections then use shorter segments. If one has
+        come before, or round trips are long, a full queue, loss or an outage is the cause.
         """
-        if not isinstance(error, TimeoutError):
+        if not isinstance(error, TimeoutError) or not channel.may_lose_long_packets:
             return
         connection, now = channel.connection, asyncio.get_running_loop().time()
         is_heard = now - connection.received_at < sockets.DEAD_AFTER_S / 2
@@ -491,7 +492,7 @@ class ConnectionSetup:
                 sockets.shorten(listener)
         self.narrow_paths.add(connection.host)
         log.warning(
-            "a peer acknowledged nothing that was sent: its path may lose long packets; from now on "
+            "a peer acknowledged no long packet: its path may lose long packets; from now on "
             f"segments have {sockets.SHORT_BYTES} bytes",
             peer=connection.peer,
             address=str(channel.address),

@@ -20,6 +20,10 @@ HIGH_WATER_BYTES = 32 << 10
 LOW_WATER_BYTES = 8 << 10
 """Encrypted bytes that the kernel does not take yet: control cannot overtake them. With 256 KiB, and larger slices and
 turns, a request under bulk took 1.7 to 2.0 ms at 2.5 Gbit/s instead of 1.2 to 1.4 (benchmarks/notes.md)."""
+PROOF_BYTES = 16 << 10
+"""More than is under way when the first long packet is sent. More acknowledged bytes since then prove that it came."""
+SLOW_S = sockets.DEAD_AFTER_S / 8
+"""Round trip from which packets may just be late, in a full queue or after losses."""
 
 
 class ChannelDriver(Protocol):
@@ -54,6 +58,13 @@ class Channel(asyncio.BufferedProtocol):
         self.began_at = loop.time()
         self.is_met = False
         """Whether a rendezvous server arranged the connection, so that its address cannot be dialled again."""
+        self.may_lose_long_packets = False
+        """Whether packets of more than ``SHORT_BYTES`` were sent, none is known to have come, and round trips are
+        short."""
+        self._acked_before: int | None = None
+        """Bytes acknowledged before the first of these; None: none was sent, or the kernel does not count."""
+        self._has_come = False
+        """Whether one of these is known to have come."""
         self.opening: asyncio.Task[object] | None = None
         """Task of the TLS handshake."""
         self.transport: asyncio.Transport | None = None
@@ -76,6 +87,8 @@ class Channel(asyncio.BufferedProtocol):
     def write(self, piece: Slice) -> None:
         """Send the next bytes."""
         assert self.transport is not None
+        if not self._has_come and len(piece.head) + len(piece.chunk) > sockets.SHORT_BYTES:
+            self._look_at_long_packets()
         if len(piece.chunk):
             self.transport.writelines((piece.head, piece.chunk))
         else:
@@ -95,6 +108,17 @@ class Channel(asyncio.BufferedProtocol):
         """Return the kernel's measurements of the path; None if it has none, or the connection is over."""
         raw = self.transport.get_extra_info("socket") if self.transport is not None else None
         return sockets.path_of(raw) if raw is not None and not self.connection.is_over else None
+
+    def _look_at_long_packets(self) -> None:
+        """Update ``may_lose_long_packets``, once a long packet is sent, until one is known to have come."""
+        path = self.path()
+        acked = None if path is None else path.acked_bytes
+        if self._acked_before is None:
+            self._acked_before = acked
+        self._has_come = (
+            acked is not None and self._acked_before is not None and acked > self._acked_before + PROOF_BYTES
+        )
+        self.may_lose_long_packets = not self._has_come and (path is None or path.round_trip_s < SLOW_S)
 
     def _pace(self, bytes_per_s: float | None) -> None:
         raw = self.transport.get_extra_info("socket") if self.transport is not None else None
@@ -117,6 +141,8 @@ class Channel(asyncio.BufferedProtocol):
         return buffer
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._acked_before is not None and not self._has_come:
+            self._look_at_long_packets()
         if self.connection.advance(nbytes):
             self._driver.on_data()
 

@@ -532,7 +532,13 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
             shortened: list[socket.socket] = []
             monkeypatch.setattr(hole_punching.sockets, "shorten", shortened.append)
             await ann.transport.dial(address)
-            assert shortened == []
+            ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            await ann.transport.dial(address)
+            assert shortened == [], "nothing long was lost"
+            channel = ann.transport.channel_of(hub.id)
+            assert channel is not None
+            ann.transport.send(hub.id, b"x", bytes(5000))
+            await until(lambda: channel.may_lose_long_packets)
             ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.transport.dial(address)
             assert len(shortened) == 1
@@ -547,6 +553,8 @@ def test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments(monkey
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
             assert channel.is_met
+            ann.transport.send(bob.id, b"x", bytes(5000))
+            await until(lambda: channel.may_lose_long_packets)
             ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.rendezvous.connect(bob.id, [address])
             channel = ann.transport.channel_of(bob.id)

@@ -1,0 +1,113 @@
+"""A connection that times out after long packets were lost, and one that does because of a full queue or losses."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from p2pdiloco.discovery import detours
+from p2pdiloco.discovery.detours import loses_long_packets
+from p2pdiloco.net.bandwidth import Path
+from p2pdiloco.net.handshake import Role
+from p2pdiloco.net.send_queue import Slice
+from p2pdiloco.transport import addresses
+from p2pdiloco.transport.connection_setup import ConnectionSetup
+from p2pdiloco.transport.narrow_paths import NarrowPaths
+from p2pdiloco.transport.tls_connection import PROOF_BYTES, Channel
+
+HANDSHAKE_BYTES = 3000
+Seen = tuple[float, int | None]
+"""Round trip in seconds, acknowledged bytes."""
+
+
+def is_narrow_after(
+    monkeypatch: pytest.MonkeyPatch, *seen: Seen, sent_bytes: int = 100_000, error: Exception | None = None
+) -> bool:
+    """Whether the path counts as narrow once a connection has timed out.
+
+    ``seen``: what the kernel told when the first bytes were sent, and when messages of the peer came later.
+    """
+
+    async def work() -> bool:
+        connection = SimpleNamespace(
+            is_over=False, is_proved=True, received_at=asyncio.get_running_loop().time(), role=Role.DIALLER,
+            host="10.0.0.9", peer="p", advance=lambda size: False,
+        )  # fmt: skip
+        channel = Channel(cast(Any, connection), addresses.parse("/ip4/10.0.0.9/tcp/1"), cast(Any, None))
+        channel.transport = cast(Any, SimpleNamespace(write=lambda data: None, writelines=lambda data: None))
+        paths = [Path("bbr", round_trip_s, acked_bytes=acked) for round_trip_s, acked in seen]
+        monkeypatch.setattr(channel, "path", lambda: paths[0] if len(paths) == 1 else paths.pop(0))
+        channel.write(Slice(b"head", memoryview(bytes(sent_bytes))))
+        for _ in seen[1:]:
+            channel.buffer_updated(100)
+        setup = ConnectionSetup.__new__(ConnectionSetup)
+        setup.narrow_paths, setup._listeners = NarrowPaths(), []
+        setup.check_path_mtu(channel, error or TimeoutError(110, "Connection timed out"))
+        return "10.0.0.9" in setup.narrow_paths
+
+    return asyncio.run(work())
+
+
+BEFORE = (0.04, HANDSHAKE_BYTES)
+HEARTBEATS = (0.04, HANDSHAKE_BYTES + 500)
+
+
+@pytest.mark.parametrize(
+    ("seen", "is_narrow"),
+    [
+        pytest.param([BEFORE, HEARTBEATS, HEARTBEATS], True, id="a hole"),
+        pytest.param([(0.8, 3000), (0.9, 3400), (0.9, 3400)], True, id="a hole at 800 ms"),
+        pytest.param([BEFORE, (0.9, HANDSHAKE_BYTES + PROOF_BYTES + 1), (9.0, 20_000)], False, id="a queue that grew"),
+        pytest.param([(5.0, 3000), (9.0, 3000)], False, id="a queue that was full before"),
+        pytest.param([(0.8, 3000), (1.1, 60_000), (1.1, 60_000)], False, id="losses at 800 ms"),
+        pytest.param([(0.0, None), (0.0, None)], True, id="a kernel that does not count"),
+    ],
+)
+def test_only_a_hole_makes_a_path_narrow(monkeypatch: pytest.MonkeyPatch, seen: list[Seen], is_narrow: bool) -> None:
+    assert is_narrow_after(monkeypatch, *seen) is is_narrow
+
+
+def test_where_nothing_long_was_sent_nothing_long_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_narrow_after(monkeypatch, BEFORE, HEARTBEATS, sent_bytes=500)
+    assert not is_narrow_after(monkeypatch, BEFORE, HEARTBEATS, error=ConnectionResetError(104, "reset"))
+
+
+@pytest.mark.parametrize(
+    ("acked", "loses"),
+    [
+        pytest.param([1, 1, 21, 21, 1500], False, id="both come"),
+        pytest.param([1, 1, 21, 21], True, id="the long one is lost"),
+        pytest.param([1, 1], False, id="the short one is late, too"),
+        pytest.param([1, 1, 21, 21, None], False, id="the node hangs up"),
+        pytest.param([None], True, id="a kernel that does not count"),
+    ],
+)
+def test_a_probe_compares_a_long_packet_with_a_short_one(
+    monkeypatch: pytest.MonkeyPatch, acked: list[int | None], loses: bool
+) -> None:
+    """What the kernel tells before and after each; the last value stays."""
+    told = list(acked)
+    monkeypatch.setattr(detours, "_acked_bytes", lambda raw: told[0] if len(told) == 1 else told.pop(0))
+    monkeypatch.setattr(detours, "PROBE_S", 0.2)
+
+    async def work() -> bool:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            return await loses_long_packets(f"/ip4/127.0.0.1/tcp/{port}")
+
+    assert asyncio.run(work()) is loses
+
+
+def test_a_probe_of_a_real_path_and_of_nobody() -> None:
+    async def work() -> None:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            assert not await loses_long_packets(f"/ip4/127.0.0.1/tcp/{port}")
+        assert not await loses_long_packets(f"/ip4/127.0.0.1/tcp/{port}"), "nobody listens"
+
+    asyncio.run(work())
