@@ -294,6 +294,13 @@ class Endpoint:
             total.add(connection.session.traffic)
         return total
 
+    def waiting_payloads(self) -> tuple[bool, bool]:
+        """Return whether payloads wait that only the link or the budget holds back, and whether announced ones are on
+        their way to this peer."""
+        connections = self.connections.values()
+        accounts = [one.session.account for one in connections]
+        return any(one.has_waiting_bulk for one in connections), any(one is not None and one.demand for one in accounts)
+
     # -- connections -------------------------------------------------------------------------------------------------
 
     def add_connection(self, role: Role, now: float, *, host: str, dialled: Dialled = ANYBODY) -> ConnectionId:

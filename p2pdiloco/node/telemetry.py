@@ -22,9 +22,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.node.eta import EtaEstimator
 from p2pdiloco.node.swarm_status import ASK_S, SwarmStatus
+from p2pdiloco.node.thin_line import ThinLine
 from p2pdiloco.observability.alerts import Alerts
 from p2pdiloco.observability.history import RunHistory, account, finite
 from p2pdiloco.observability.snapshot import (
@@ -40,6 +42,7 @@ from p2pdiloco.observability.snapshot import (
     Title,
 )
 from p2pdiloco.peer.peer import Peer
+from p2pdiloco.planner import CODECS
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -117,6 +120,7 @@ class Telemetry:
         # For each peer, its connection and the time at which that was first seen.
         self._since: dict[str, tuple[object, float]] = {}
         self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
+        self._line = ThinLine(peer.machine.view.sync_every)
         self._outlook = EtaEstimator()
         self._watched_at = -math.inf
         self._began = peer.host.now()
@@ -182,6 +186,7 @@ class Telemetry:
             traffic = self._links.traffic()
             up, down = (traffic.sent_control + traffic.sent_bulk), (traffic.received_control + traffic.received_bulk)
             self._traffic.append((now, up, down))
+            self._judge_line(now, traffic)
             if now - prospect_at >= OUTLOOK_S and self._peer.machine.view.is_current:
                 prospect_at = now
                 self._outlook.look(now, self._status())
@@ -190,6 +195,22 @@ class Telemetry:
                 asked_at = now
                 await self.swarm_status.ask_peers()
             await asyncio.sleep(LOOK_S)
+
+    def _judge_line(self, now: float, traffic: Traffic) -> None:
+        """Tell the user, and in the status all others, if the line is too thin for the run's exchanges."""
+        peer, view, metrics, sizes = self._peer, self._peer.machine.view, self._peer.metrics, self._peer.driver.traffic
+        per_parameter = (sizes.up_per_parameter() or CODECS[0][1]) + (sizes.down_per_parameter() or CODECS[0][1])
+        self._line.look(
+            now,
+            metrics.steps if view.phase == "training" else None,
+            view.unmerged_tokens() * metrics.steps / max(1, metrics.tokens),
+            peer.layout.elements * per_parameter * (1.0 - 1.0 / (1 + len(view.live))),
+            (traffic.sent_bulk, traffic.received_bulk),
+            self._links.waiting_payloads(),
+        )
+        if self._line.sentence and not peer.line_trouble:
+            log.warning(self._line.sentence)
+        peer.line_trouble = self._line.sentence
 
     async def _publish_alerts(self) -> None:
         """Publish and log each alert that begins or ends."""

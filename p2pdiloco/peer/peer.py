@@ -118,6 +118,8 @@ class Peer:
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         # An ending that overrides the ordinary one.
         self._cause: Ending | None = None
+        # Why the line to other peers is too thin; empty if it is not, or not known.
+        self.line_trouble = ""
         self._rates: RateLimiter[tuple[PeerId, type]] = RateLimiter(burst=MESSAGE_BURST, per_s=MESSAGES_PER_S)
         self.state = ModelState(
             layout,
@@ -270,7 +272,7 @@ class Peer:
         learners = "; ".join(
             filter(None, (supervision.absence, supervision.hang, supervision.trouble, self._dissent()))
         )
-        return (learners or "; ".join(self.machine.view.troubles))[:TROUBLE_LIMIT]
+        return (learners or "; ".join(filter(None, (self.line_trouble, *self.machine.view.troubles))))[:TROUBLE_LIMIT]
 
     def _dissent(self) -> str:
         """Return a warning if this peer's own contributions point away from the others', in the merges that it made

@@ -274,6 +274,10 @@ class Transport:
         """Return the bytes on all connections since the start."""
         return self._endpoint.traffic()
 
+    def waiting_payloads(self) -> tuple[bool, bool]:
+        """Return whether payloads wait to be sent, and to be received; see ``Endpoint``."""
+        return self._endpoint.waiting_payloads()
+
     async def dial(self, address: str, timeout_s: float = 10.0) -> PeerId:
         """Connect to the peer at ``address``, unless the address names a peer that is connected already.
 

@@ -17,7 +17,7 @@ from p2pdiloco.util.event_bus import EventBus
 def test_an_evaluation_that_changes_nothing_is_not_written() -> None:
     """A member that tells of thousands fills nobody's disk."""
     written: list[tuple[str, dict[str, Any]]] = []
-    view = SimpleNamespace(live=(), evaluation=msg.Evaluation(0, 40, 4, 2.0))
+    view = SimpleNamespace(live=(), sync_every=4, evaluation=msg.Evaluation(0, 40, 4, 2.0))
     peer = SimpleNamespace(
         manifest=make_manifest(),
         config=SimpleNamespace(peer=FOUNDER.peer_id),

@@ -11,6 +11,7 @@ from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 def troubled(learner: str, *swarm: str, dissenters: dict[str, int] | None = None) -> str:
     """Of a peer whose supervision and machine say this."""
     peer = Peer.__new__(Peer)
+    peer.line_trouble = ""
     peer.config = SimpleNamespace(peer="me")  # type: ignore[assignment]
     peer.state = SimpleNamespace(dissenters=lambda: dissenters or {})  # type: ignore[assignment]
     peer.supervision = SimpleNamespace(absence="", hang="", trouble=learner)  # type: ignore[assignment]

@@ -8,11 +8,13 @@ from typing import Any, cast
 
 import pytest
 
-from p2pdiloco.discovery import detours
+from p2pdiloco.discovery import detours, p2pd
+from p2pdiloco.discovery.call_deadlines import CallDeadlines
 from p2pdiloco.discovery.detours import loses_long_packets
 from p2pdiloco.net.bandwidth import Path
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.send_queue import Slice
+from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.connection_setup import ConnectionSetup
 from p2pdiloco.transport.narrow_paths import NarrowPaths
@@ -110,4 +112,32 @@ def test_a_probe_of_a_real_path_and_of_nobody() -> None:
             assert not await loses_long_packets(f"/ip4/127.0.0.1/tcp/{port}")
         assert not await loses_long_packets(f"/ip4/127.0.0.1/tcp/{port}"), "nobody listens"
 
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("is_lossy", [True, False])
+def test_a_node_that_answers_over_a_detour_alone_is_behind_a_hole_only_if_the_probe_says_so(
+    monkeypatch: pytest.MonkeyPatch, is_lossy: bool
+) -> None:
+    """Without one, the first try came through a full queue too late, or lost a packet."""
+
+    async def probe(text: str) -> bool:
+        return is_lossy
+
+    async def work() -> None:
+        daemon, answers = p2pd.P2pdProcess.__new__(p2pd.P2pdProcess), [f"{p2pd.SILENT} within 3.0 s", None]
+
+        async def connect(*_: object) -> str | None:
+            return answers.pop(0)
+
+        async def detour(where: list[str]) -> list[str]:
+            return ["/ip4/127.0.0.1/tcp/2"]
+
+        daemon._detoured, daemon._narrow_paths, daemon._deadlines = {}, NarrowPaths(), CallDeadlines()
+        daemon._p2p, daemon._detours = None, cast(Any, SimpleNamespace(to=detour))
+        monkeypatch.setattr(daemon, "_connect", connect)
+        assert await daemon.connect(PeerId("node"), ["/ip4/10.0.0.9/tcp/1"], 10.0) is None
+        assert ("10.0.0.9" in daemon._narrow_paths, daemon.is_narrow(PeerId("node"))) == (is_lossy, is_lossy)
+
+    monkeypatch.setattr(p2pd, "loses_long_packets", probe)
     asyncio.run(work())

@@ -1,0 +1,85 @@
+"""Detects a line that is too thin for the run's exchanges: what rounds need, against what the line has carried. Pure.
+
+Rules of this file:
+1. The line is short in a window (a round of this peer's learner, at least LEAST_S) if payloads waited for it much of
+   the time, and it carried them at less than SHORT of the rate that rounds need.
+2. It is too thin if it was short in ROUNDS windows in a row, and as many rounds' progress is not merged. So one late
+   round, a swarm that stands still, or an idle line raises nothing.
+3. It is so until a window in which it was not short, and progress is merged.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.observability.formatting import volume
+
+ROUNDS, LEAST_S = 2, 10.0
+# Share of a window in which payloads must have waited, and share of the rate that rounds need.
+WAITED, SHORT = 0.25, 0.5
+
+
+class ThinLine:
+    """The verdict on the line of one peer. ``sync_every``: steps of a round."""
+
+    def __init__(self, sync_every: int) -> None:
+        self._sync_every = sync_every
+        # Time, steps and carried bytes at the start of the window; None: the learner does not train.
+        self._start: tuple[float, int, tuple[int, int]] | None = None
+        self._looks, self._waited = 0, (0, 0)
+        # Windows in a row in which the line was short.
+        self._short = 0
+        # What people are told; empty if the line is not known to be too thin.
+        self.sentence = ""
+
+    def look(
+        self,
+        now: float,
+        steps: int | None,
+        unmerged_steps: float,
+        round_bytes: float,
+        carried: tuple[int, int],
+        is_waiting: tuple[bool, bool],
+    ) -> None:
+        """Take a measurement, every second or so. Pairs are for sending and receiving.
+
+        Args:
+            steps: steps of this peer's learner so far; None: it does not train now.
+            unmerged_steps: those of them that are not merged.
+            round_bytes: payload bytes that a peer sends, and receives, in a round of the whole model.
+            carried: payload bytes so far.
+            is_waiting: whether payloads wait for the line.
+        """
+        if steps is None or self._start is None:
+            self._short = 0
+            self._begin(None if steps is None else (now, steps, carried))
+            return
+        self._looks += 1
+        self._waited = (self._waited[0] + is_waiting[0], self._waited[1] + is_waiting[1])
+        began, first, before = self._start
+        rounds = (steps - first) / self._sync_every
+        if rounds < 1.0 or now - began < LEAST_S:
+            return
+        round_s, told = (now - began) / rounds, []
+        for way, waited, old, new in zip(("sent", "received"), self._waited, before, carried, strict=True):
+            a_round = (new - old) / rounds
+            if waited >= WAITED * self._looks and a_round * self._looks < SHORT * round_bytes * waited:
+                told.append(f"{volume(a_round)} {way} ({_rate(a_round / round_s)})")
+        self._short = self._short + 1 if told else 0
+        is_merged = unmerged_steps < ROUNDS * self._sync_every
+        if not told and is_merged:
+            self.sentence = ""
+        elif self._short >= ROUNDS and (self.sentence or not is_merged):
+            self.sentence = (
+                f"the line is too thin for this run: a round ({self._sync_every} steps, {round_s:.0f} s) needs "
+                f"{volume(round_bytes)} each way ({_rate(round_bytes / round_s)}), and it carried "
+                f"{' and '.join(told)}; {unmerged_steps:,.0f} steps of this peer are not merged. Raise --up or --down "
+                "if they limit it; a new run needs less with fewer exchanges (schedule.sync_every), adapters "
+                "(model.lora) or a thinner codec (codec.up, codec.down): p2pdiloco plan tells what fits"
+            )
+        self._begin((now, steps, carried))
+
+    def _begin(self, start: tuple[float, int, tuple[int, int]] | None) -> None:
+        self._start, self._looks, self._waited = start, 0, (0, 0)
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{8e-3 * bytes_per_s:,.0f} kbit/s"
