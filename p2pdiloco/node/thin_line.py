@@ -3,18 +3,18 @@
 Rules of this file:
 1. The line is short in a window (a round of this peer's learner, at least LEAST_S) if payloads waited for it much of
    the time, and it carried them at less than SHORT of the rate that rounds need.
-2. It is too thin if it was short in ROUNDS windows in a row, and as many rounds' progress is not merged. So one late
-   round, a swarm that stands still, or an idle line raises nothing.
-3. It is so until a window in which it was not short, and progress is merged.
+2. It is too thin if it is short in two windows in a row, and a shard has merged nothing of what this peer has trained
+   in them. So one late round, a swarm that stands still, an idle line or a distant one raises nothing.
+3. It is so until a window in which it is not short, and progress is merged.
 """
 
 from __future__ import annotations
 
 from p2pdiloco.observability.formatting import volume
 
-ROUNDS, LEAST_S = 2, 10.0
-# Share of a window in which payloads must have waited, and share of the rate that rounds need.
-WAITED, SHORT = 0.25, 0.5
+LEAST_S = 10.0
+# Shares: of a window, in which payloads wait; of the rate that rounds need; of progress that is not merged.
+WAITED, SHORT, UNMERGED = 0.25, 0.5, 0.9
 
 
 class ThinLine:
@@ -25,8 +25,8 @@ class ThinLine:
         # Time, steps and carried bytes at the start of the window; None: the learner does not train.
         self._start: tuple[float, int, tuple[int, int]] | None = None
         self._looks, self._waited = 0, (0, 0)
-        # Windows in a row in which the line was short.
-        self._short = 0
+        # The learner's steps when the line became short; None: it was not short in the last window.
+        self._short_from: int | None = None
         # What people are told; empty if the line is not known to be too thin.
         self.sentence = ""
 
@@ -49,7 +49,7 @@ class ThinLine:
             is_waiting: whether payloads wait for the line.
         """
         if steps is None or self._start is None:
-            self._short = 0
+            self._short_from = None
             self._begin(None if steps is None else (now, steps, carried))
             return
         self._looks += 1
@@ -63,11 +63,13 @@ class ThinLine:
             a_round = (new - old) / rounds
             if waited >= WAITED * self._looks and a_round * self._looks < SHORT * round_bytes * waited:
                 told.append(f"{volume(a_round)} {way} ({_rate(a_round / round_s)})")
-        self._short = self._short + 1 if told else 0
-        is_merged = unmerged_steps < ROUNDS * self._sync_every
-        if not told and is_merged:
-            self.sentence = ""
-        elif self._short >= ROUNDS and (self.sentence or not is_merged):
+        if not told:
+            self._short_from = None
+            if unmerged_steps < 2 * (steps - first):
+                self.sentence = ""
+        elif self._short_from is None:
+            self._short_from = first
+        elif self.sentence or unmerged_steps >= UNMERGED * (steps - self._short_from):
             self.sentence = (
                 f"the line is too thin for this run: a round ({self._sync_every} steps, {round_s:.0f} s) needs "
                 f"{volume(round_bytes)} each way ({_rate(round_bytes / round_s)}), and it carried "

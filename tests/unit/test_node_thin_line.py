@@ -93,6 +93,14 @@ def test_a_thin_line_one_way_is_told_of_that_way() -> None:
     assert "sent (" not in down
 
 
+def test_a_line_that_is_long_and_not_thin_is_not_told_of() -> None:
+    """Rounds of 60 ms do not fit into round trips of 800 ms, and losses keep payloads waiting; progress is merged."""
+    line = ThinLine(3)
+    for second in range(200):
+        line.look(float(second), 50 * second, 150, 43_000, (5_000 * second,) * 2, (False, second % 2 == 0))
+        assert not line.sentence
+
+
 def test_a_swarm_that_stands_still_is_no_thin_line() -> None:
     assert told(lambda now: 1e6, has_merges=False) == []
 
