@@ -103,6 +103,10 @@ def test_a_line_that_is_long_and_not_thin_is_not_told_of() -> None:
 
 def test_a_swarm_that_stands_still_is_no_thin_line() -> None:
     assert told(lambda now: 1e6, has_merges=False) == []
+    line = ThinLine(SYNC_EVERY)
+    for second in range(200):
+        line.look(float(second), second, second, ROUND_BYTES, (0, 0), (second % 10 == 0, False))
+        assert not line.sentence
 
 
 def test_a_learner_that_rests_begins_anew() -> None:
