@@ -312,10 +312,7 @@ class LearnerProcess:
         try:
             self._outgoing.put_nowait(learner_ipc.encode(message))
         except asyncio.QueueFull:
-            if self._manifest is not None:
-                self._reason = f"the training script did not read its commands, of which {COMMANDS} are waiting"
-            else:
-                self._reason = f"it did not read its commands, of which {COMMANDS} are waiting, and was killed"
+            self._reason = f"it did not read its commands, of which {COMMANDS} are waiting"
             self._cut_off()
 
     def end(self, reason: str) -> None:
