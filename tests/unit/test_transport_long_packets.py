@@ -133,11 +133,11 @@ def test_a_node_that_answers_over_a_detour_alone_is_behind_a_hole_only_if_the_pr
         async def detour(where: list[str]) -> list[str]:
             return ["/ip4/127.0.0.1/tcp/2"]
 
-        daemon._detoured, daemon._narrow_paths, daemon._deadlines = {}, NarrowPaths(), CallDeadlines()
+        daemon.detoured, daemon._narrow_paths, daemon._deadlines = {}, NarrowPaths(), CallDeadlines()
         daemon._p2p, daemon._detours = None, cast(Any, SimpleNamespace(to=detour))
         monkeypatch.setattr(daemon, "_connect", connect)
         assert await daemon.connect(PeerId("node"), ["/ip4/10.0.0.9/tcp/1"], 10.0) is None
-        assert ("10.0.0.9" in daemon._narrow_paths, daemon.is_narrow(PeerId("node"))) == (is_lossy, is_lossy)
+        assert ("10.0.0.9" in daemon._narrow_paths, daemon.detoured[PeerId("node")]) == (is_lossy, is_lossy)
 
     monkeypatch.setattr(p2pd, "loses_long_packets", probe)
     asyncio.run(work())
