@@ -198,8 +198,8 @@ class Telemetry:
 
     def _judge_line(self, now: float, traffic: Traffic) -> None:
         """Tell the user, and in the status all others, if the line is too thin for the run's exchanges."""
-        peer, view, metrics, sizes = self._peer, self._peer.machine.view, self._peer.metrics, self._peer.driver.traffic
-        per_parameter = (sizes.up_per_parameter() or CODECS[0][1]) + (sizes.down_per_parameter() or CODECS[0][1])
+        peer, view, metrics, driver = self._peer, self._peer.machine.view, self._peer.metrics, self._peer.driver
+        per_parameter = sum(one.per_parameter() or CODECS[0][1] for one in (driver.sent_up, driver.sent_down))
         self._line.look(
             now,
             metrics.steps if view.phase == "training" else None,

@@ -56,7 +56,7 @@ def test_a_line_that_is_too_thin_becomes_a_problem_that_the_status_shows(monkeyp
         metrics=SimpleNamespace(steps=0, tokens=0),
         machine=SimpleNamespace(view=view),
         layout=SimpleNamespace(elements=1_000_000),
-        driver=SimpleNamespace(traffic=PayloadTraffic([1_000_000])),
+        driver=SimpleNamespace(sent_up=PayloadTraffic([1_000_000]), sent_down=PayloadTraffic([1_000_000])),
         options=SimpleNamespace(learner=SimpleNamespace(script="")),
         line_trouble="",
     )
