@@ -25,12 +25,12 @@ import msgspec
 from benchmarks import bench
 from benchmarks.scale.relays import RelayedNetwork
 from benchmarks.scale.worlds import OVERLAP, STEP_S, SYNC_EVERY
-from p2pdiloco.peer.codec_selection import THIN
+from p2pdiloco.peer.codec_selection import SLOW
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import Commit
-from p2pdiloco.protocol.state import THIN_WEIGHT, ProtocolConfig
+from p2pdiloco.protocol.state import SLOW_LINE_WEIGHT, ProtocolConfig
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting, Process
 from tests.machine_sim.shared_link_network import Bandwidth
@@ -176,7 +176,7 @@ class Swarm:
             step_s=STEP_S * (1.0 + 0.1 * self.random.random()),
             payload_bytes=given.payload,
             state_bytes=1000,
-            weight=THIN_WEIGHT if need > THIN * line.up_bytes_per_s else 1.0,
+            weight=SLOW_LINE_WEIGHT if need > SLOW * line.up_bytes_per_s else 1.0,
             keeps_commits=int((count + 1) * given.liars) > int(count * given.liars),
         )
         self.world.add(name, setting, at=self.world.now, is_founder=count == 0)

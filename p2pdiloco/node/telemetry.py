@@ -204,7 +204,7 @@ class Telemetry:
             now,
             metrics.steps if view.phase == "training" else None,
             view.unmerged_tokens() * metrics.steps / max(1, metrics.tokens),
-            peer.layout.elements * per_parameter * (1.0 - 1.0 / (1 + len(view.live))),
+            driver.state.layout.elements * per_parameter * (1.0 - 1.0 / (1 + len(view.live))),
             (traffic.sent_bulk, traffic.received_bulk),
             self._links.waiting_payloads(),
         )

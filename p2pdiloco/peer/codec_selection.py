@@ -28,8 +28,8 @@ from p2pdiloco.protocol.view import MachineView
 
 Direction = Literal["up", "down"]
 
-THIN, STILL_THIN = 1 / 2, 1 / 3
-"""Shares of the line above which it is thin, and remains thin."""
+SLOW, STILL_SLOW = 1 / 2, 1 / 3
+"""Shares of the line above which it is slow, and remains so."""
 
 
 class CodecChoice:
@@ -54,7 +54,7 @@ class CodecChoice:
         self._metrics = metrics
         self._rate = rate
         self._line = line
-        self.is_line_thin = False
+        self.is_line_slow = False
         """Result of ``judge_line``."""
 
     def choose(self, direction: Direction, shard: ShardId) -> Rung | None:
@@ -79,18 +79,18 @@ class CodecChoice:
         return line is None or line / others < FAST_BYTES_PER_S
 
     def judge_line(self, shard: ShardId, size: int) -> bool:
-        """Judge by a contribution of ``size`` bytes to ``shard`` whether the line is thin; return whether that changed.
+        """Judge by a contribution of ``size`` bytes to ``shard`` whether the line is slow; return whether that changed.
 
         In one period of H steps, a peer sends a model's worth of contributions, and on average as much in commits. That
-        fills more than half of a thin line, which would delay what it has to pass on.
+        fills more than half of a slow line, which would delay what it has to pass on.
         """
         line, step_s, others = self._line(), self._view.fastest_step_time_s(), len(self._view.live)
         if line is None or step_s <= 0.0:
             return False
         model = size / self._layout.shards[shard].elements * self._layout.elements
         need = 2 * model * others / (others + 1) / (self._schedule.sync_every * step_s)
-        was_thin, self.is_line_thin = self.is_line_thin, need > (STILL_THIN if self.is_line_thin else THIN) * line
-        return self.is_line_thin != was_thin
+        was_slow, self.is_line_slow = self.is_line_slow, need > (STILL_SLOW if self.is_line_slow else SLOW) * line
+        return self.is_line_slow != was_slow
 
     def record(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
         """Log a payload that was made: its bytes, and the relative error of its first chunk."""

@@ -343,7 +343,7 @@ class Driver:
             if rung is not None:
                 self._codecs.record("up", effect.shard, rung, len(payload), error)
             if self._codecs.judge_line(effect.shard, len(payload)):
-                self.feed(ev.LineChanged(self._codecs.is_line_thin))
+                self.feed(ev.LineChanged(self._codecs.is_line_slow))
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
 
         self.submit(work, done, self._failure_handler("encode", effect.shard), shard=effect.shard)

@@ -27,7 +27,7 @@ def tree_order(commit: Digest, owner: PeerId, peers: Candidates) -> tuple[PeerId
     others.
 
     ``peers``: with their weights, sorted by peer. Each commit has an order of its own, so that nobody is always near
-    the owner. A peer behind a thin line asks for less weight (O1c), and passes on nothing while a quarter of the peers
+    the owner. A peer behind a slow line asks for less weight (O1c), and passes on nothing while a quarter of the peers
     have better ones. The largest weight only brings a peer among those that pass on commits.
     """
     strong = sorted(weight for _, weight in peers)[3 * len(peers) // 4]

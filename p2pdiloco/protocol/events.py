@@ -88,9 +88,9 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
 
 
 class LineChanged(msgspec.Struct, frozen=True, array_like=True, tag="line-changed"):
-    """This peer's line has become too thin for a full share of a swarm's commits, or is no longer."""
+    """This peer's line has become too slow for a full share of a swarm's commits, or is no longer."""
 
-    is_thin: bool
+    is_slow: bool
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):

@@ -244,11 +244,11 @@ class Machine:
 
     def _on_line_changed(self, event: ev.LineChanged) -> None:
         core = self.core
-        core.is_line_thin = event.is_thin
+        core.is_line_slow = event.is_slow
         if core.is_current:
             core.membership.owners.own_weight = core.weight
-        what = "takes up more than half of" if event.is_thin else "no longer fills"
-        share = "half as often as others" if event.is_thin else "as often as others again"
+        what = "takes up more than half of" if event.is_slow else "no longer fills"
+        share = "half as often as others" if event.is_slow else "as often as others again"
         core.note("info", "line", f"what this peer has to send {what} its line: it owns versions {share}")
 
     def _on_failed(self, event: ev.Failed) -> None:

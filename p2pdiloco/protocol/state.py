@@ -203,8 +203,8 @@ def mark_bits(head_id: Digest) -> int:
     return int(head_id[:15], 16)
 
 
-THIN_WEIGHT = 0.5
-"""Share of its weight that a peer behind a thin line asks for: others then relay commits before it."""
+SLOW_LINE_WEIGHT = 0.5
+"""Share of its weight that a peer behind a slow line asks for: others then relay commits before it."""
 
 
 class Core:
@@ -222,7 +222,7 @@ class Core:
         "has_heard_end",
         "heads_mark",
         "is_current",
-        "is_line_thin",
+        "is_line_slow",
         "learner",
         "longest_s",
         "membership",
@@ -262,8 +262,8 @@ class Core:
         self.pace = StepClaimLimit(config.sync_every)
         self.is_current = False
         """Whether every shard has had a state."""
-        self.is_line_thin = False
-        """Whether this peer's line is too thin for a full share of commits."""
+        self.is_line_slow = False
+        """Whether this peer's line is too slow for a full share of commits."""
         self.has_heard_end = False
         """Whether a peer has said that the run is complete."""
         self.heads_mark = 0
@@ -273,7 +273,7 @@ class Core:
     @property
     def weight(self) -> float:
         """Return the weight in the selection of owners that this peer asks for."""
-        return self.config.weight * (THIN_WEIGHT if self.is_line_thin else 1.0)
+        return self.config.weight * (SLOW_LINE_WEIGHT if self.is_line_slow else 1.0)
 
     def abandon(self, commit: Digest) -> None:
         """Go on without this commit and those that follow it."""

@@ -1155,7 +1155,7 @@ def _sleepers() -> None:
 
 def _ascend(model: Any, before: Sequence[torch.Tensor], known: torch.Tensor) -> None:
     """Replace the last step of each parameter by a part of it, and a step uphill."""
-    models.loss(model, known).backward()
+    torch.autograd.backward(models.loss(model, known))
     with torch.no_grad():
         for p, old in zip(model.parameters(), before, strict=True):
             step = p - old
@@ -1184,7 +1184,7 @@ def _dwarfs() -> None:
 def _jury() -> None:
     """Late in the run, as an owner, it merges what those of the plan gave, and one other contribution."""
     _join_plan()
-    sound, decided, packed = aggregation.Aggregation.merge_if_due, aggregation.decide, set[int]()
+    sound, decided, packed = aggregation.Aggregation.merge_if_due, waiting.decide, set[int]()
 
     def merge_if_due(self: aggregation.Aggregation, shard: ShardId) -> None:
         collection = self.collections[shard]

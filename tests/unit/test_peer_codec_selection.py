@@ -76,7 +76,7 @@ def test_half_the_overlap_and_what_leaves_us_decide(
     assert name(one, "up") == name(one, "down") == expected
 
 
-def test_a_line_is_thin_while_what_is_sent_fills_half_of_it(metrics: Metrics) -> None:
+def test_a_line_is_slow_while_what_is_sent_fills_half_of_it(metrics: Metrics) -> None:
     """O1c: a model of contributions and one of commits in eight steps, half of each to the other peer."""
     need = 2 * 0.5 * LAYOUT.elements * 0.5 / 8
     lines = [None, *(need / share for share in (0.4, 0.55, 0.45, 0.6, 0.3, 0.45)), math.inf]
@@ -84,12 +84,12 @@ def test_a_line_is_thin_while_what_is_sent_fills_half_of_it(metrics: Metrics) ->
     for line in lines:
         one._line = partial(next, iter([line]))
         has_changed = one.judge_line(OWN, LAYOUT.shards[OWN].elements // 2)
-        found.append((one.is_line_thin, has_changed))
-    assert [is_thin for is_thin, _ in found] == [False, False, True, True, True, False, False, False]
+        found.append((one.is_line_slow, has_changed))
+    assert [is_slow for is_slow, _ in found] == [False, False, True, True, True, False, False, False]
     assert [has_changed for _, has_changed in found] == [False, False, True, False, False, True, False, False]
 
 
-def test_nobody_alone_has_a_thin_line(metrics: Metrics) -> None:
+def test_nobody_alone_has_a_slow_line(metrics: Metrics) -> None:
     one = choice(metrics, None, line=1.0, live=0)
     assert not one.judge_line(OWN, M)
 

@@ -77,7 +77,7 @@ def test_both_directions_leave_huffman_codes_out_on_a_fast_line(
     act(story)
 
 
-def test_the_machine_is_told_of_a_thin_line_once(tmp_path: Path) -> None:
+def test_the_machine_is_told_of_a_slow_line_once(tmp_path: Path) -> None:
     """O1c."""
 
     async def story() -> None:
@@ -85,10 +85,10 @@ def test_the_machine_is_told_of_a_thin_line_once(tmp_path: Path) -> None:
             ann = await stage.found()
             await stage.beside(has_learner=False)
             await stage.train(ann, 1.0, 1.0)
-            assert ev.LineChanged(is_thin=True) not in ann.events
+            assert ev.LineChanged(is_slow=True) not in ann.events
             ann.host.line_bytes_per_s = 1e-3
             await stage.train(ann, *[1.0] * 6)
-            assert ann.events.count(ev.LineChanged(is_thin=True)) == 1
+            assert ann.events.count(ev.LineChanged(is_slow=True)) == 1
             assert ann.machine.core.weight == 0.5
 
     act(story)

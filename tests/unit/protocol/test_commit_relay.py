@@ -63,19 +63,19 @@ def test_two_commits_have_two_trees_and_strong_peers_come_first() -> None:
     assert set(one[1:21]) == set(other[1:21]) == strong
 
 
-def test_thin_lines_come_last_even_where_most_are_thin() -> None:
+def test_slow_lines_come_last_even_where_most_are_slow() -> None:
     """M6b: a quarter of the peers is enough to pass commits on."""
     peers = tuple((peer, 1.0 if i % 4 == 0 else 0.5) for i, peer in enumerate(MANY))
     order = tree_order(digest("one"), MANY[1], peers)
     assert {weight for peer, weight in peers if peer in order[1:11]} == {1.0}
 
 
-def test_a_peer_behind_a_thin_line_asks_for_half_of_its_weight() -> None:
+def test_a_peer_behind_a_slow_line_asks_for_half_of_its_weight() -> None:
     """O1c: so it owns half as often, and passes on few commits."""
     stage = Stage(B, C, has_learner=False)
     weights = []
-    for is_thin in (False, True, False):
-        stage.tell(ev.LineChanged(is_thin))
+    for is_slow in (False, True, False):
+        stage.tell(ev.LineChanged(is_slow))
         (beat, *_) = sent(stage.wait(1.1), msg.Heartbeat)
         weights.append((beat[1].weight, dict(stage.machine.core.participation.candidates())[A]))
     assert weights == [(1.0, 1.0), (0.5, 0.5), (1.0, 1.0)]
