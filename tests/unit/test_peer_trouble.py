@@ -13,7 +13,7 @@ def troubled(learner: str, *swarm: str, dissenters: dict[str, int] | None = None
     peer = Peer.__new__(Peer)
     peer.line_trouble = ""
     peer.config = SimpleNamespace(peer="me")  # type: ignore[assignment]
-    peer.state = SimpleNamespace(dissenters=lambda: dissenters or {})  # type: ignore[assignment]
+    peer.state = SimpleNamespace(agreement=SimpleNamespace(dissenters=lambda: dissenters or {}))  # type: ignore[assignment]
     peer.supervision = SimpleNamespace(absence="", hang="", trouble=learner)  # type: ignore[assignment]
     peer.machine = SimpleNamespace(view=SimpleNamespace(troubles=swarm))  # type: ignore[assignment]
     return peer.trouble
