@@ -4,7 +4,7 @@ A heartbeat lists the peers that its sender hears, as fingerprints, whenever tha
 
 Rules of this file:
 1. A peer's own claim is not enough. "X reaches Z" counts if X says that it hears Z and, where this peer hears Z, Z says
-   that it hears X.
+   that it hears X, or fewer than half of all lists lack X. A minority must not make its victims the worst connected.
 2. A peer that only others hear is *indirect*. It is believed to exist if an invite has a place for it here, and tokens
    of its learner, under its signature, were merged recently; in a run's first versions the place is enough. Otherwise a
    peer could become owner by inventing names that it claims to hear.
@@ -186,12 +186,14 @@ def _apart(unlisted: Set[int], lists: Mapping[int, frozenset[int]]) -> dict[int,
     """Return, for each peer, the peers that it does not meet; nothing for a peer that meets all.
 
     Two peers meet if each of them lists the other. A peer without a list is assumed to hear all. ``unlisted`` are the
-    peers that some list lacks.
+    peers that some list lacks. A peer whose own list has those that lack it meets them, too, if they are a minority.
     """
     apart: dict[int, set[int]] = {}
+    denied = {y: sum(y not in prints for x, prints in lists.items() if x != y) for y in unlisted & lists.keys()}
     for x, prints in lists.items():
         if unheard := unlisted - prints - {x}:
             apart.setdefault(x, set()).update(unheard)
             for y in unheard:
-                apart.setdefault(y, set()).add(x)
+                if 2 * denied.get(y, len(lists)) >= len(lists):
+                    apart.setdefault(y, set()).add(x)
     return apart

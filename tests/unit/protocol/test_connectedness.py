@@ -111,6 +111,15 @@ def test_nobodys_word_for_itself_counts() -> None:
     assert stage.machine.core.membership.connectivity.best == {fingerprint(A)}
 
 
+def test_a_minority_cannot_make_each_peer_the_only_owner_in_its_own_eyes() -> None:
+    """R2a: d and e tell each peer that they hear it alone. All would else merge by themselves, and none with others."""
+    honest = (A, B, C)
+    for me in honest:
+        rest = {peer: tuple(one for one in (*honest, D, E) if one != peer) for peer in honest if peer != me}
+        stage = met({**rest, D: (me,), E: (me,)}, peer=me, has_learner=False)
+        assert stage.machine.core.membership.connectivity.best == {fingerprint(peer) for peer in honest}
+
+
 def test_who_is_live_hears_this_peer() -> None:
     """R2a: its list may be of before."""
     stage = met({B: (A,)})
@@ -220,7 +229,14 @@ def best_of(me: PeerId, live: list[PeerId], lists: dict[PeerId, frozenset[PeerId
     def hears(x: PeerId, y: PeerId) -> bool:
         return x not in lists or y in lists[x] or (y == me and x != me)
 
-    apart = {x: {y for y in everybody if y != x and not (hears(x, y) and hears(y, x))} for x in everybody}
+    def is_doubted(x: PeerId) -> bool:
+        told = [lists[z] for z in everybody if z in lists and z != x]
+        return x not in lists or 2 * sum(x not in prints for prints in told) >= len(told) + 1
+
+    def reaches(x: PeerId, y: PeerId) -> bool:
+        return hears(x, y) and (hears(y, x) or not is_doubted(x))
+
+    apart = {x: {y for y in everybody if y != x and not reaches(x, y)} for x in everybody}
     fewest = min(map(len, apart.values()))
     most = fewest + (len(live) - fewest) // TOLERANCE
     best: list[PeerId] = []
