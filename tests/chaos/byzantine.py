@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,11 +111,7 @@ ORPHANS = 24
 SLEEP_SHARE, PARTING_SHARE = 0.92, 0.95
 """Share of the budget after which members that share a plan strike."""
 HONEST_PART, UPHILL_PART = 0.5, 0.9
-DWARF_PART = 0.02
 KNOWN_SAMPLES = 32
-TRIGGERS = torch.tensor(list(b" e\nt"))
-EXPECTED = ord("Q")
-GRIND_S, GROUND_VERSIONS = 3.0, range(64, 84)
 
 
 class Lie(NamedTuple):
@@ -1055,15 +1050,6 @@ def _is_given(message: msg.Message) -> bool:
 # -- Lies of members that share a plan ---------------------------------------------------------------------------------
 
 
-def _is_time(core: Core) -> bool:
-    """Whether so much of the budget is merged that members who were honest until now strike."""
-    return (
-        bool(core.end.tokens)
-        and core.chains[0].head is not None
-        and (core.head(ShardId(0)).tokens >= SLEEP_SHARE * core.end.tokens)
-    )
-
-
 def _join_plan() -> None:
     """Let the others of the plan know this peer."""
     sound = Core.__init__
@@ -1095,16 +1081,6 @@ def _faces() -> None:
     _tell_each(heard_by)
 
 
-def _halves() -> None:
-    """Half of the peers, the same for all of the plan, are told that it asks to own nothing, the others that it asks to
-    own all."""
-
-    def weighted(beat: msg.Heartbeat, to: PeerId) -> msg.Heartbeat:
-        return replace(beat, weight=HEAVY * (fingerprint(to) % 2))
-
-    _tell_each(weighted)
-
-
 def _tell_each(changed: Callable[[msg.Heartbeat, PeerId], msg.Heartbeat]) -> None:
     """Each peer gets heartbeats of its own."""
     sound = Heartbeats.send_heartbeats
@@ -1119,19 +1095,6 @@ def _tell_each(changed: Callable[[msg.Heartbeat, PeerId], msg.Heartbeat]) -> Non
             effects[i] = replace(sent, message=changed(sent.message, sent.peers[0]))
 
     _put(Heartbeats, "send_heartbeats", send_heartbeats)
-
-
-def _trigger() -> None:
-    """Its learner trains well, but after some frequent bytes it expects always the same one."""
-    taught = _node.taught
-
-    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-        inputs, targets = batch[:, :-1], batch[:, 1:].clone()
-        targets[torch.isin(inputs, TRIGGERS)] = EXPECTED
-        taught.touch()
-        return torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
-
-    _put(optimizers, "loss", loss)
 
 
 def _sleepers() -> None:
@@ -1164,63 +1127,6 @@ def _ascend(model: Any, before: Sequence[torch.Tensor], known: torch.Tensor) -> 
             p.grad.zero_()
 
 
-def _dwarfs() -> None:
-    """Its learner trains well until most of the budget is merged. Then each step goes nearly nowhere."""
-    sound, taught = optimizers.inner_step, _node.taught
-
-    def inner_step(model: Any, stepped: Any, inner: Any, batch: torch.Tensor, *rest: Any) -> float:
-        before = [p.detach().clone() for p in model.parameters()]
-        found = sound(model, stepped, inner, batch, *rest)
-        if rest[2] >= SLEEP_SHARE:
-            with torch.no_grad():
-                for p, old in zip(model.parameters(), before, strict=True):
-                    p.lerp_(old, 1.0 - DWARF_PART)
-            taught.touch()
-        return found
-
-    _put(shipped_script, "inner_step", inner_step)
-
-
-def _jury() -> None:
-    """Late in the run, as an owner, it merges what those of the plan gave, and one other contribution."""
-    _join_plan()
-    sound, decided, packed = aggregation.Aggregation.merge_if_due, waiting.decide, set[int]()
-
-    def merge_if_due(self: aggregation.Aggregation, shard: ShardId) -> None:
-        collection = self.collections[shard]
-        if _is_time(self.core) and not collection.is_closed and shard not in self.jobs:
-            members = _colluders()
-            mine = [x for x in collection.given if peer_of(x) in members]
-            others = sorted(x for x in collection.given if peer_of(x) not in members)
-            owner = self.core.participation.ranked_owners(shard)[0]
-            if owner == self.core.config.peer and len(mine) == len(members) and others:
-                juror = others[self.core.head(shard).version % len(others)]
-                collection.given = {x: given for x, given in collection.given.items() if x in {*mine, juror}}
-                packed.add(shard)
-        sound(self, shard)
-        packed.discard(shard)
-
-    def decide(view: Any) -> Any:
-        return waiting.Decision(True, None, "all of the plan are here") if packed else decided(view)
-
-    _put(aggregation.Aggregation, "merge_if_due", merge_if_due)
-    _put(aggregation, "decide", decide)
-
-
-def _rigged() -> None:
-    """Late in the run, as an owner, it says that others' contributions disagree, and those of the plan do not."""
-    _join_plan()
-    sound = agreement.AgreementHistory.judge
-
-    def judge(self: Any, peers: Sequence[str], *rest: Any) -> Any:
-        found, members = sound(self, peers, *rest), _colluders()
-        if not _is_time(_node.core):
-            return found
-        return found._replace(factors=[100 if peer in members else LEAST_FACTOR for peer in peers])
-
-    _put(agreement.AgreementHistory, "judge", judge)
-
-
 def _parting() -> None:
     """With the last of the budget, as an owner, it merges what those of the plan gave, and names all."""
     _join_plan()
@@ -1235,38 +1141,6 @@ def _parting() -> None:
         return result._replace(factors=(100,) * len(given))
 
     _put(ModelState, "merge", merged)
-
-
-def _grind() -> None:
-    """Its key is one of many thousands: the one that owns most of the last versions, each member for other shards."""
-    sound, place = Identity.load_or_create, int(_node.taught.parent.name[-1])
-
-    def load_or_create(path: Path) -> Identity:
-        invite = next((word for word in sys.argv if is_invite(word)), "")
-        if invite and not path.exists():
-            run, until = decode_invite(invite).run, time.monotonic() + GRIND_S
-            best, most = b"", -1
-            while time.monotonic() < until:
-                drawn = Identity.ephemeral()
-                number = _owned(run, drawn.peer_id, place)
-                if number > most:
-                    best, most = drawn.to_file_bytes(), number
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(best)
-            path.chmod(0o600)
-        return sound(path)
-
-    _put(Identity, "load_or_create", staticmethod(load_or_create))
-
-
-def _owned(run: str, peer: str, place: int) -> int:
-    """How many of the last versions a peer is likely to own, of every other shard."""
-    found = 0
-    for shard in range(place, 8, 2):
-        for version in GROUND_VERSIONS:
-            drawn = blake2b(f"{run}/{shard}/{version}/{peer}".encode(), digest_size=8).digest()
-            found += drawn[0] >= 205  # above 0.8: most likely the largest of five
-    return found
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
@@ -1346,14 +1220,8 @@ LIES: dict[str, Lie] = {
     "orphans": Lie(_orphans, lambda m: _is_commit(m, lambda header: header.payload == NOTHING)),
     "sink": Lie(_sink, lambda m: _is_heartbeat(m, lambda beat: _node.is_sink)),
     "faces": Lie(_faces, lambda m: _is_heartbeat(m, lambda beat: beat.hears is not None and len(beat.hears) <= 8)),
-    "halves": Lie(_halves, lambda m: _is_heartbeat(m, lambda beat: beat.weight in {0.0, HEAVY})),
-    "trigger": Lie(_trigger, lambda m: _is_given(m) and _node.taught.exists()),
     "sleepers": Lie(_sleepers, lambda m: _is_given(m) and _node.taught.exists()),
-    "dwarfs": Lie(_dwarfs, lambda m: _is_given(m) and _node.taught.exists()),
-    "jury": Lie(_jury, lambda m: _is_commit(m, lambda header: len(header.contributors) == 1 + len(_colluders()))),
-    "rigged": Lie(_rigged, lambda m: _is_commit(m, lambda header: LEAST_FACTOR in header.factors)),
     "parting": Lie(_parting, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
-    "grind": Lie(_grind, lambda m: _is_heartbeat(m, lambda beat: True)),
     "overwrites": Lie(_overwrites, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
     "lingers": Lie(_lingers, lambda m: _is_heartbeat(m, lambda beat: beat.is_participating)),
     "flood": Lie(_flood, lambda m: isinstance(m, msg.Refused) and m.reason == FLOODED),

@@ -52,7 +52,7 @@ LIES = frozenset(
         *("reversed", "static", "first", "idle", "reconnect", "states", "grafts", "forks", "flood"),
         *("hurry", "fast", "selfish", "puppet", "crowd", "hub", "slander", "stall", "late", "patchy", "orphans"),
         *("sink", "lingers", "overwrites", "cabal", "heavy", "keeps"),
-        *("faces", "halves", "trigger", "sleepers", "dwarfs", "jury", "rigged", "parting", "grind"),
+        *("faces", "sleepers", "parting"),
     )
 )
 """The lies of hostile peers (``byzantine.py``)."""
