@@ -163,7 +163,7 @@ def test_a_newcomer_takes_from_all_donors_and_refuses_the_chunks_of_a_liar(tmp_p
         await meet(newcomer, donors)
         await is_current(newcomer)
         assert has_all(newcomer)
-        assert newcomer.metrics.faults["state"] >= 1
+        assert newcomer.peer.metrics.faults["state"] >= 1
         sent = [donor.transport.traffic().sent_bulk for donor in donors]
         assert min(sent[:2]) > 0
 
@@ -188,7 +188,7 @@ def test_a_donor_that_dies_in_the_middle_costs_what_it_was_sending(tmp_path: Pat
         await dying.__aexit__(None, None, None)
         await is_current(newcomer)
         assert has_all(newcomer)
-        assert not newcomer.metrics.faults
+        assert not newcomer.peer.metrics.faults
 
     with_donors(tmp_path, 1, scenario)
 

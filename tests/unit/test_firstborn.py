@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.node import learner_process
-from p2pdiloco.node.learner_process import PreforkedLearner
 from tests.property import forked
 
 pytestmark = [
@@ -38,10 +37,10 @@ def node(output: Path, use: str) -> None:
     if use == "become":
         with open(output, "ab") as told, open(__file__, "rb") as link, open(os.__file__, "rb") as memory:
             process = first.become(["--name", "x"], link.fileno(), memory.fileno(), told.fileno())
-        assert first._ours.fileno() < 0, "the node keeps no end of it"
+        assert first.ours.fileno() < 0, "the node keeps no end of it"
         status = asyncio.run(process.wait())
     else:
-        first.dismiss()
+        first.ours.close()
         status = os.waitstatus_to_exitcode(os.wait()[1])
     os._exit(status)
 
@@ -69,12 +68,3 @@ def test_a_machine_without_a_process_or_descriptor_has_no_firstborn(monkeypatch:
     learner_process.bear()
     assert learner_process.take() is None
     assert os.listdir("/proc/self/fd") == before
-
-
-def test_who_is_dismissed_is_told() -> None:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        first = PreforkedLearner(0, ours)
-        first.dismiss()
-        theirs.settimeout(5)
-        assert theirs.recv(1) == b"", "the firstborn's socket has ended, and so does it"

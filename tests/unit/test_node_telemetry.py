@@ -55,8 +55,11 @@ def test_a_line_that_is_too_thin_becomes_a_problem_that_the_status_shows(monkeyp
         host=SimpleNamespace(now=lambda: 0.0),
         metrics=SimpleNamespace(steps=0, tokens=0),
         machine=SimpleNamespace(view=view),
-        layout=SimpleNamespace(elements=1_000_000),
-        driver=SimpleNamespace(sent_up=PayloadTraffic([1_000_000]), sent_down=PayloadTraffic([1_000_000])),
+        driver=SimpleNamespace(
+            state=SimpleNamespace(layout=SimpleNamespace(elements=1_000_000)),
+            sent_up=PayloadTraffic([1_000_000]),
+            sent_down=PayloadTraffic([1_000_000]),
+        ),
         options=SimpleNamespace(learner=SimpleNamespace(script="")),
         line_trouble="",
     )

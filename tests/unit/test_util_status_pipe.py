@@ -168,7 +168,7 @@ def test_a_learner_that_outlives_its_node_does_not_keep_the_pipe_open(monkeypatc
         with pytest.raises(StatusPipeError, match="the process ended"):
             reader.wait_for(Exited, 20.0)
     finally:
-        learner.dismiss()
+        learner.ours.close()
 
 
 @pytest.mark.heavy
