@@ -18,6 +18,7 @@ from p2pdiloco.cli.main import main
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.heavy,
+    pytest.mark.long,  # unit tests show fingerprints and shares; this shows that training works
     pytest.mark.skipif(
         not all(map(find_spec, ("transformers", "accelerate", "peft", "bitsandbytes"))),
         reason="needs the extra qlora: pip install -c constraints.txt '.[qlora]'",
