@@ -26,7 +26,7 @@ LEAKS = pytest.StashKey[Callable[[], None]]()
 LIGHT = ("tests/unit", "tests/property", "tests/golden")
 """Tests that wait for nothing and start nothing."""
 DEAR = ("base", "complete", "found", "report")
-"""Fixtures of a module that take long to make."""
+"""Fixtures that take long to make."""
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

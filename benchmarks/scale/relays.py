@@ -40,9 +40,9 @@ class RelayedNetwork(SharedNetwork):
         self.unreachable: set[Pair] = set()
         """Pairs that connect only over a relay."""
         self.relay_of: dict[Pair, PeerId] = {}
-        """Of the pairs that are relayed now."""
+        """The relay of each pair that is relayed now."""
         self.relayed_bytes = 0
-        """Of payloads, while ``is_measured``."""
+        """Bytes of payloads that went over relays while ``is_measured``."""
         self._budget_at: dict[PeerId, float] = {}
         """When each relay's budget allows more."""
 

@@ -42,7 +42,6 @@ from p2pdiloco.observability.snapshot import (
     Title,
 )
 from p2pdiloco.peer.peer import Peer
-from p2pdiloco.planner import CODECS
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -198,13 +197,12 @@ class Telemetry:
 
     def _judge_line(self, now: float, traffic: Traffic) -> None:
         """Tell the user, and in the status all others, if the line is too thin for the run's exchanges."""
-        peer, view, metrics, driver = self._peer, self._peer.machine.view, self._peer.metrics, self._peer.driver
-        per_parameter = sum(one.per_parameter() or CODECS[0][1] for one in (driver.sent_up, driver.sent_down))
+        peer, view, metrics = self._peer, self._peer.machine.view, self._peer.metrics
         self._line.look(
             now,
             metrics.steps if view.phase == "training" else None,
             view.unmerged_tokens() * metrics.steps / max(1, metrics.tokens),
-            driver.state.layout.elements * per_parameter * (1.0 - 1.0 / (1 + len(view.live))),
+            peer.driver.round_bytes(),
             (traffic.sent_bulk, traffic.received_bulk),
             self._links.waiting_payloads(),
         )

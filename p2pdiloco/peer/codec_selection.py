@@ -10,8 +10,8 @@ Rules of this file:
 1. Each direction gets half of the overlap's time (tau steps). The rate is shared by the exchanges that overlap.
 2. While the step time or the rate is unknown, the finest codec is used.
 3. Huffman coding is skipped only if the link is known to carry ``FAST_BYTES_PER_S`` (``codec.bitrate_ladder``) to each
-   of the other peers, because then the CPU limits an exchange. The link's rate is divided by the number of live peers,
-   since a commit goes to all of them and each may be slow. Huffman coding is also skipped for contributions of this
+   receiver of a commit, because then the CPU limits an exchange. The link's rate is divided by their number, since each
+   may be slow. Huffman coding is also skipped for contributions of this
    peer to itself.
 """
 
@@ -22,6 +22,7 @@ from typing import Literal
 
 from p2pdiloco.codec.bitrate_ladder import FAST_BYTES_PER_S, Rung, choose, downward
 from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.protocol.commit_relay import FAN_OUT
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.protocol.view import MachineView
@@ -75,20 +76,19 @@ class CodecChoice:
         """Return whether the next payload of ``shard`` is Huffman-coded."""
         if direction == "up" and self._view.next_owner(shard) == self._view.me:
             return False
-        line, others = self._line(), max(1, len(self._view.live))
-        return line is None or line / others < FAST_BYTES_PER_S
+        line, receivers = self._line(), min(FAN_OUT, max(1, len(self._view.live)))
+        return line is None or line / receivers < FAST_BYTES_PER_S
 
-    def judge_line(self, shard: ShardId, size: int) -> bool:
-        """Judge by a contribution of ``size`` bytes to ``shard`` whether the line is slow; return whether that changed.
+    def judge_line(self, round_bytes: float) -> bool:
+        """Judge whether the line is slow: a round's payloads fill more than half of it, which delays the commits that
+        this peer passes on. Return whether that changed.
 
-        In one period of H steps, a peer sends a model's worth of contributions, and on average as much in commits. That
-        fills more than half of a slow line, which would delay what it has to pass on.
+        ``round_bytes``: payload bytes that a peer sends in a round of the whole model.
         """
-        line, step_s, others = self._line(), self._view.fastest_step_time_s(), len(self._view.live)
+        line, step_s = self._line(), self._view.fastest_step_time_s()
         if line is None or step_s <= 0.0:
             return False
-        model = size / self._layout.shards[shard].elements * self._layout.elements
-        need = 2 * model * others / (others + 1) / (self._schedule.sync_every * step_s)
+        need = round_bytes / (self._schedule.sync_every * step_s)
         was_slow, self.is_line_slow = self.is_line_slow, need > (STILL_SLOW if self.is_line_slow else SLOW) * line
         return self.is_line_slow != was_slow
 

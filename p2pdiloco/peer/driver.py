@@ -231,6 +231,15 @@ class Driver:
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
+    def round_bytes(self) -> float:
+        """Return the payload bytes that a peer sends, and receives, in a round of the whole model.
+
+        These are its contributions, and on average as much of commits; estimated from what this peer has sent so far.
+        """
+        up, others = self.sent_up.per_parameter(), len(self.view.live)
+        per_parameter = up + (self.sent_down.per_parameter() or up)
+        return self.state.layout.elements * per_parameter * others / (others + 1)
+
     def submit(
         self,
         work: Callable[[], T],
@@ -257,7 +266,7 @@ class Driver:
             elif fail is not None and isinstance(error, EXPECTED):
                 fail(error)
             elif fail is not None and NO_MEMORY in str(error):
-                fail(MemoryError("this machine has no memory left for the node"))
+                fail(MemoryError(str(error)))
             else:
                 self._emit(Defect(error))
 
@@ -270,6 +279,9 @@ class Driver:
         """
 
         def fail(error: Exception) -> None:
+            if work == "install" and isinstance(error, MemoryError):
+                self._emit(Defect(error))  # to fetch the state again would only load the donors
+                return
             if owner is not None and isinstance(error, DigestMismatchError):
                 self.metrics.report_fault(owner, "commit", str(error))
             culprit = peer_of(error.learner) if isinstance(error, ContributionError) else None
@@ -342,7 +354,7 @@ class Driver:
             self.payload_cache.shards[effect.shard].put(digest, payload)
             if rung is not None:
                 self._codecs.record("up", effect.shard, rung, len(payload), error)
-            if self._codecs.judge_line(effect.shard, len(payload)):
+            if self._codecs.judge_line(self.round_bytes()):
                 self.feed(ev.LineChanged(self._codecs.is_line_slow))
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
 

@@ -343,9 +343,12 @@ class Peer:
                 self.supervision.send_effect(output)
 
     def _crash(self, error: BaseException) -> None:
-        """End at once because of a defect in this program."""
+        """End at once because of a defect in this program, or because the machine has no memory left."""
         log.failure("defect", error)
-        self.end_at_once(Ending(1, f"internal error: {error!r}; please report it with {self.options.folder}"))
+        reason = f"internal error: {error!r}; please report it with {self.options.folder}"
+        if isinstance(error, MemoryError):
+            reason = f"no memory left ({error}): close other programs, or take part from a machine with more memory"
+        self.end_at_once(Ending(1, reason))
 
     def _become_current(self) -> None:
         """Start training: every shard has a state."""

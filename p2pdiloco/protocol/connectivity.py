@@ -15,7 +15,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from struct import unpack
 
 from p2pdiloco.protocol.events import Mark
@@ -151,7 +151,8 @@ class Connectivity:
             indirect = indirect if believed is None else indirect & believed
         self.indirect = indirect
         # A live peer hears this one, whether its list says so or not.
-        apart = _apart({y for y in (*indirect, *here) if y != me and not self._is_listed_by_all(y)}, self._counted)
+        lacking = {y: lists for y in (*indirect, *here) if y != me and (lists := self._lacking(y))}
+        apart = _apart(lacking, self._counted)
         fewest = min((len(apart.get(x, ())) for x in (*able, *indirect)), default=0)
         bearable = fewest + (len(here) + len(indirect) - 1 - fewest) // TOLERANCE
         enough = [x for x in (*able, *indirect) if len(apart.get(x, ())) <= bearable]
@@ -175,25 +176,24 @@ class Connectivity:
                         del self._listed[y]
         self._counted = lists
 
-    def _is_listed_by_all(self, y: int) -> bool:
-        """Return whether all counted lists but its own have ``y``."""
+    def _lacking(self, y: int) -> int:
+        """Return how many of the counted lists, without its own, lack ``y``."""
         own = self._counted.get(y)
         others = self._listed.get(y, 0) - (own is not None and y in own)
-        return others == len(self._counted) - (own is not None)
+        return len(self._counted) - (own is not None) - others
 
 
-def _apart(unlisted: Set[int], lists: Mapping[int, frozenset[int]]) -> dict[int, set[int]]:
+def _apart(lacking: Mapping[int, int], lists: Mapping[int, frozenset[int]]) -> dict[int, set[int]]:
     """Return, for each peer, the peers that it does not meet; nothing for a peer that meets all.
 
-    Two peers meet if each of them lists the other. A peer without a list is assumed to hear all. ``unlisted`` are the
-    peers that some list lacks. A peer whose own list has those that lack it meets them, too, if they are a minority.
+    Two peers meet if each of them lists the other. A peer without a list is assumed to hear all. A peer whose own list
+    has those that lack it meets them, too, if they are a minority. ``lacking``: how many lists lack a peer, if any do.
     """
     apart: dict[int, set[int]] = {}
-    denied = {y: sum(y not in prints for x, prints in lists.items() if x != y) for y in unlisted & lists.keys()}
     for x, prints in lists.items():
-        if unheard := unlisted - prints - {x}:
+        if unheard := lacking.keys() - prints - {x}:
             apart.setdefault(x, set()).update(unheard)
             for y in unheard:
-                if 2 * denied.get(y, len(lists)) >= len(lists):
+                if y not in lists or 2 * lacking[y] >= len(lists):
                     apart.setdefault(y, set()).add(x)
     return apart

@@ -541,7 +541,7 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
             await until(lambda: channel.may_lose_long_packets)
             ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.transport.dial(address)
-            assert len(shortened) == 1
+            assert shortened, "and whoever else dials meanwhile"
 
     run(work)
 

@@ -32,7 +32,7 @@ print(digest_of("\\n".join(transcript.lines).encode()), outcome.events)
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def report() -> SimulationReport:
     return simulate(range(SEEDS), jobs=JOBS)
 

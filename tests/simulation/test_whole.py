@@ -34,7 +34,7 @@ def outcomes(seeds: Sequence[int], *, jobs: int, bug: str = "") -> dict[int, Out
     return asyncio.run(collect())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a module's ends whenever a test of another one comes between
 def found() -> dict[int, Outcome]:
     """Of all seeds that are looked at here."""
     return outcomes(sorted({*FIXED, *ROUGHLY, *ONCE_FAILED}), jobs=JOBS)
@@ -106,6 +106,7 @@ def test_after_a_power_cut_of_all_peers_and_the_bootstrap_they_merge_together() 
     assert all(o.happened["blackout"] == o.happened["met-again"] == 1 for o in found.values())
 
 
+@pytest.mark.long  # test_seeds has it for the protocol
 @pytest.mark.timeout(600)
 def test_whole_peers_find_owners_that_merge_wrongly() -> None:
     """Rules V5: one value, noise of honest length, a contribution that is left out. No honest owner is ever accused."""

@@ -12,7 +12,6 @@ from actors import FOUNDER, make_manifest
 from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.node import telemetry
 from p2pdiloco.node.telemetry import MachineStepped, Telemetry
-from p2pdiloco.peer.metrics import PayloadTraffic
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
@@ -55,11 +54,7 @@ def test_a_line_that_is_too_thin_becomes_a_problem_that_the_status_shows(monkeyp
         host=SimpleNamespace(now=lambda: 0.0),
         metrics=SimpleNamespace(steps=0, tokens=0),
         machine=SimpleNamespace(view=view),
-        driver=SimpleNamespace(
-            state=SimpleNamespace(layout=SimpleNamespace(elements=1_000_000)),
-            sent_up=PayloadTraffic([1_000_000]),
-            sent_down=PayloadTraffic([1_000_000]),
-        ),
+        driver=SimpleNamespace(round_bytes=lambda: 430_000.0),
         options=SimpleNamespace(learner=SimpleNamespace(script="")),
         line_trouble="",
     )

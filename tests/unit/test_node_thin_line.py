@@ -23,7 +23,8 @@ def told(
     has_merges: bool = True,
     step_s: float = STEP_S,
 ) -> list[tuple[float, str]]:
-    """What is told, and after how many rounds, on a line of these bytes per second at a time.
+    """Return each sentence about the line, and after how many rounds it came, if the line carries these bytes per
+    second at a time.
 
     Payloads queue up, and a round's progress is merged when its bytes have come both ways.
     """

@@ -77,21 +77,16 @@ def test_half_the_overlap_and_what_leaves_us_decide(
 
 
 def test_a_line_is_slow_while_what_is_sent_fills_half_of_it(metrics: Metrics) -> None:
-    """O1c: a model of contributions and one of commits in eight steps, half of each to the other peer."""
-    need = 2 * 0.5 * LAYOUT.elements * 0.5 / 8
+    """O1c: a round has eight steps."""
+    need, round_bytes = 0.25 * M, 2.0 * M
     lines = [None, *(need / share for share in (0.4, 0.55, 0.45, 0.6, 0.3, 0.45)), math.inf]
     one, found = choice(metrics, None), []
     for line in lines:
         one._line = partial(next, iter([line]))
-        has_changed = one.judge_line(OWN, LAYOUT.shards[OWN].elements // 2)
+        has_changed = one.judge_line(round_bytes)
         found.append((one.is_line_slow, has_changed))
     assert [is_slow for is_slow, _ in found] == [False, False, True, True, True, False, False, False]
     assert [has_changed for _, has_changed in found] == [False, False, True, False, False, True, False, False]
-
-
-def test_nobody_alone_has_a_slow_line(metrics: Metrics) -> None:
-    one = choice(metrics, None, line=1.0, live=0)
-    assert not one.judge_line(OWN, M)
 
 
 def test_at_the_lowest_end_an_owner_cuts_nothing_off(metrics: Metrics) -> None:
@@ -122,6 +117,7 @@ def test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast(metrics: 
     lines = (3 * FAST_BYTES_PER_S - 3, 3 * FAST_BYTES_PER_S, math.inf)
     assert [is_coded(line, live=3) for line in lines] == [True, False, False]
     assert not is_coded(FAST_BYTES_PER_S, "down", live=0)
+    assert not is_coded(4 * FAST_BYTES_PER_S, live=30), "a commit goes to four"
 
 
 def test_what_a_peer_gives_to_itself_is_not_huffman_coded(metrics: Metrics) -> None:

@@ -123,6 +123,26 @@ def test_a_shortage_of_memory_ends_no_peer(
     act(story)
 
 
+def test_a_newcomer_without_memory_for_the_state_ends_with_a_sentence(tmp_path: Path) -> None:
+    """To fetch it again and again would only load the donors."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            await stage.found()
+            bob = await stage.add("bob", has_learner=False)
+
+            def fail(*given: object) -> None:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 12")
+
+            bob.state.install = fail  # type: ignore[assignment,method-assign]
+            await stage.wait(30.0)
+            assert bob.ending is not None
+            assert bob.ending.status == 1
+            assert bob.ending.reason.startswith("no memory left (DefaultCPUAllocator")
+
+    act(story)
+
+
 def halves(first: float, second: float) -> torch.Tensor:
     """A vector of the run's two shards."""
     return torch.cat((torch.full((64,), first), torch.full((64,), second)))

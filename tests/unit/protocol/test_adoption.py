@@ -202,6 +202,19 @@ def test_another_peer_is_asked_for_what_does_not_come() -> None:
     assert not sent(second, msg.CommitsRequest), "a thin line carries one answer at a time"
 
 
+def test_nobody_else_is_asked_while_what_has_come_is_applied() -> None:
+    """A3d: a busy machine takes longer than a patience, and its peer has delivered."""
+    stage = Stage(B, C, has_learner=False)
+    commit = stage.commit(tokens(B, 0, 40), tokens(C, 0, 40))
+    for peer in (B, C):
+        stage.announce(peer, 4, head_of(commit))
+    patience_s = stage.machine.aggregation.waits().commit_s
+    assert sent(stage.wait(patience_s + 0.1), msg.CommitsRequest)
+    assert only(stage.hear_in_turn(B, commit), ef.Apply)
+    assert not sent(stage.wait(4 * patience_s), msg.CommitsRequest)
+    assert stage.machine.core.membership.peers[B].ignored_until == 0.0
+
+
 def test_who_has_not_delivered_is_asked_last() -> None:
     """A3d: a peer whose heads lead nowhere could be the first to report one each time."""
     stage = Stage(B, C, D, has_learner=False)
