@@ -182,7 +182,7 @@ STYLES = {
     "": "",
 }
 RUNNING = ("training", "following")
-OVER = ("finished", "ended")
+OVER = ("finished", "done", "ended")
 # Characters for a peer's lane.
 LANE_LEAST, LANE_MOST = 10, 60
 MERGES_SHOWN = 8

@@ -81,7 +81,7 @@ class Heartbeats:
         view = core.membership.peers[peer]
         before = view.beat
         is_news = core.membership.record_heartbeat(peer, beat, core.now)
-        core.has_heard_end |= beat.phase == "finished"
+        core.has_heard_end |= beat.phase in ("finished", "done")
         if beat.phase != "joining":
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0

@@ -413,9 +413,9 @@ class Membership:
     def has_finished(self, peer: PeerId) -> bool:
         """Return whether this live peer has reached the end of the run."""
         view = self.peers.get(peer)
-        return view is not None and view.beat is not None and view.beat.phase == "finished"
+        return view is not None and view.beat is not None and view.beat.phase in ("finished", "done")
 
     def is_departing(self, peer: PeerId) -> bool:
         """Return whether this live peer is leaving."""
         view = self.peers.get(peer)
-        return view is not None and view.beat is not None and view.beat.phase in ("leaving", "finished")
+        return view is not None and view.beat is not None and view.beat.phase in ("leaving", "finished", "done")

@@ -51,7 +51,7 @@ MOST_LOSS = 1e6
 MAX_HEARD_BYTES = 4096 * FINGERPRINT_BYTES
 """Maximum size of a heartbeat's list: as many peers as are connected at most (``membership.MAX_PEERS``)."""
 
-Phase = Literal["joining", "training", "following", "finished", "leaving"]
+Phase = Literal["joining", "training", "following", "finished", "done", "leaving"]
 
 
 class Contributor(msgspec.Struct, frozen=True, array_like=True):

@@ -4,7 +4,8 @@ Rules of this file:
 1. A leaving peer first stops training. It then opens rounds for every fragment that holds unmerged progress, and leaves
    when all of it is merged or the deadline has passed.
 2. When the run is complete a peer does the same. It then stays until every live peer has reached that point with the
-   same heads, so that no peer is left without the last commits.
+   same heads, so that no peer is left without the last commits. While there are peers that only others hear, it stays
+   until all that it hears say the same of theirs.
 3. At the run's end a peer waits for its learner, which may still hold progress.
 4. A peer that is alone after others were lost without a goodbye may be the one that was cut off. What it merged
    meanwhile is lost if it leaves and the other fork wins. So it waits for lost peers until its deadline. When one is
@@ -89,6 +90,7 @@ class Shutdown:
     def proceed(self) -> None:
         """Take the next step of leaving, if it is possible now. Called after every event."""
         core = self.core
+        core.are_others_at_rest = False
         if self.is_done:
             return
         if not core.is_current:
@@ -101,7 +103,7 @@ class Shutdown:
             return  # the learner may have trained on while this node was gone
         if core.unmerged_tokens():
             self._flush()
-        elif not self._is_waiting() and (core.departure == "leaving" or self._others_are_done()):
+        elif not self._is_waiting() and (core.departure == "leaving" or self._are_others_done()):
             self._leave_now("info", "all progress is merged")
 
     def _flush(self) -> None:
@@ -144,16 +146,20 @@ class Shutdown:
         beats = [core.membership.peers[peer].beat for peer in core.participation.peers()]
         return all(beat is None or beat.heads_mark != core.heads_mark for beat in beats)
 
-    def _others_are_done(self) -> bool:
-        """Return whether every live peer has finished with this peer's heads."""
+    def _are_others_done(self) -> bool:
+        """Return whether all live peers have finished with this peer's heads, and so, while there are indirect peers,
+        have all that these hear."""
         core = self.core
-        for peer in core.participation.donors():
-            beat = core.membership.peers[peer].beat
-            assert beat is not None
-            is_at_rest = beat.phase == "finished" and not beat.is_participating
-            if not is_at_rest or beat.heads_mark != core.heads_mark:
-                return False
-        return True
+        beats = [core.membership.peers[peer].beat for peer in core.participation.donors()]
+        core.are_others_at_rest = all(
+            beat is not None
+            and beat.phase in ("finished", "done")
+            and not beat.is_participating
+            and beat.heads_mark == core.heads_mark
+            for beat in beats
+        )
+        is_enough = not core.membership.connectivity.indirect
+        return core.are_others_at_rest and (is_enough or all(beat.phase == "done" for beat in beats if beat))
 
     def _leave_now(self, level: str, how: str) -> None:
         core = self.core

@@ -213,6 +213,7 @@ class Core:
     __slots__ = (
         "abandoned",
         "alarms",
+        "are_others_at_rest",
         "chains",
         "config",
         "departure",
@@ -269,6 +270,8 @@ class Core:
         self.heads_mark = 0
         """Exclusive-or over the ``mark_bits`` of all heads."""
         self.departure: Literal["", "leaving", "finished"] = ""
+        self.are_others_at_rest = False
+        """Whether this peer and all live ones have finished with the same heads."""
 
     @property
     def weight(self) -> float:
@@ -361,5 +364,5 @@ class Core:
         if not self.is_current:
             return "joining"
         if self.departure:
-            return self.departure
+            return "done" if self.are_others_at_rest else self.departure
         return "following" if self.learner is None or self.learner.is_idle else "training"

@@ -34,7 +34,7 @@ from tests.machine_sim.integer_shards import Payload, merged, payload_digest
 
 REMEMBERED = 200
 EXTREMES = (0, 1, 2, 1000, 2**20, 2**40, 2**55, 2**56)
-PHASES = ("joining", "training", "following", "finished", "leaving")
+PHASES = ("joining", "training", "following", "finished", "done", "leaving")
 KEPT = frozenset({"payload", "payload_bytes"})
 """Fields that the driver compares with what came."""
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

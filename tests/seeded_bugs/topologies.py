@@ -171,4 +171,13 @@ BUGS = (
         "each commit that has to be asked for makes all peers wait longer before they ask",
         "test_timers.py::test_commit_patience_covers_what_commits_took_to_come_by_themselves",
     ),
+    _relay_bug(
+        "who is heard by others only is not waited for",
+        "shutdown",
+        "Shutdown._are_others_done",
+        "not core.membership.connectivity.indirect",
+        "True",
+        "who leaves first lacks the last versions, and its peer says that the run is complete",
+        "test_coming_and_going.py::test_while_a_peer_is_heard_by_others_only_all_stay_until_those_say_that_it_is_there_too",
+    ),
 )

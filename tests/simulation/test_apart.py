@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from p2pdiloco.peer.ending import APART
 
 
@@ -42,9 +44,10 @@ def test_when_the_public_peer_dies_the_others_say_that_there_may_be_two_models()
     assert found["models"] == 2
 
 
-def test_who_comes_back_before_the_end_makes_one_model_of_both() -> None:
-    """C6a, C6c: and nobody says anything but that it is complete."""
-    found = told(3, dies_at=20.0, back_at=30.0)
+@pytest.mark.parametrize(("dies_at", "back_at"), [(20.0, 30.0), (20.0, 36.0), (22.0, 38.0)])
+def test_who_comes_back_before_the_end_makes_one_model_of_both(dies_at: float, back_at: float) -> None:
+    """C5a, C6a: nobody leaves before peers that it does not hear have finished, too."""
+    found = told(3, dies_at, back_at)
     assert found["statuses"] == [0, 0, 0]
     assert found["models"] == 1
 

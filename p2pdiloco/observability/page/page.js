@@ -32,7 +32,7 @@ function loss(value) { return value == null ? "–" : value.toFixed(3); }
 function hue(peer) { let h = 0; for (const c of peer.slice(-8)) h = (h * 31 + c.charCodeAt(0)) >>> 0; return h % 360; }
 function make(name, text, kind) { const e = document.createElement(name); if (text != null) e.textContent = text; if (kind) e.className = kind; return e; }
 function draw(name, attributes, text) { const e = document.createElementNS(SVG, name); for (const k in attributes) e.setAttribute(k, attributes[k]); if (text != null) e.textContent = text; return e; }
-function isOver() { return picture.course.phase === "finished" || picture.course.phase === "ended"; }
+function isOver() { return ["finished", "done", "ended"].includes(picture.course.phase); }
 function isAtEnd() { return picture.playback !== null && picture.at >= picture.playback.ends; }
 function color(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 

@@ -30,7 +30,8 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import Chain, genesis_head
 from p2pdiloco.protocol.config import RunEnd, Sizes
-from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
+from p2pdiloco.protocol.connectivity import listed
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, fingerprint
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import Head
 from tests.machine_sim.process import PeerSetting
@@ -311,6 +312,20 @@ def test_when_the_run_is_complete_peers_stay_until_all_live_ones_are_there_with_
     assert not only(effects, ef.Leave)
     effects = stage.says(C, phase="finished", is_participating=False, heads_mark=mark)
     assert only(effects, ef.Leave) == [ef.Leave("the run is complete")]
+
+
+def test_while_a_peer_is_heard_by_others_only_all_stay_until_those_say_that_it_is_there_too() -> None:
+    """C5a: c hears d, which this peer does not meet."""
+    stage = finished()
+    mark = stage.machine.core.heads_mark
+    stage.says(B, phase="done", is_participating=False, heads_mark=mark)
+    hears = listed(map(fingerprint, (A, B, D)))
+    effects = stage.says(C, phase="training", is_participating=True, hears=hears)
+    effects += stage.says(C, phase="finished", is_participating=False, heads_mark=mark) + stage.wait(2.0)
+    assert not only(effects, ef.Leave)
+    assert {beat.phase for _, beat in sent(stage.wait(1.0), msg.Heartbeat)} == {"done"}
+    effects = stage.says(C, phase="done", is_participating=False, heads_mark=mark)
+    assert only(effects, ef.Leave)
 
 
 def test_when_the_run_is_complete_peers_stay_no_longer_than_finish_s() -> None:
