@@ -186,7 +186,7 @@ def faults(member: Member) -> set[tuple[PeerId, str]]:
 
 
 def test_a_hostile_peer_does_no_harm(tmp_path: Path) -> None:
-    config = write_config(tmp_path, inner_steps=250, schedule_sync_every=8)
+    config = write_config(tmp_path, inner_steps=400, schedule_sync_every=8)
     with swarm_in(tmp_path) as swarm:
         address = swarm.start_bootstrap()
         ann = swarm.start_founder("A", config, address)
