@@ -36,10 +36,10 @@ def listed(prints: Iterable[int]) -> bytes:
     return b"".join(one.to_bytes(FINGERPRINT_BYTES, "big") for one in sorted(prints))
 
 
-def prints_in(data: bytes) -> frozenset[int]:
+def prints_in(data: bytes) -> set[int]:
     """Decode the fingerprints in a list; an incomplete one at the end is ignored."""
     whole = len(data) // FINGERPRINT_BYTES
-    return frozenset(unpack(f">{whole}I", data[: whole * FINGERPRINT_BYTES]))
+    return set(unpack(f">{whole}I", data[: whole * FINGERPRINT_BYTES]))
 
 
 class Connectivity:
@@ -47,8 +47,9 @@ class Connectivity:
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
-        self.lists: dict[PeerId, frozenset[int]] = {me: frozenset()}
-        """Peers that each peer, this one included, says it hears. A peer without a list is assumed to hear all."""
+        self.lists: dict[PeerId, set[int]] = {me: set()}
+        """Peers that each peer, this one included, says it hears. A peer without a list is assumed to hear all. Only
+        ``on_goodbye`` changes a list, since N new lists for each of N goodbyes would take N^3 steps."""
         self.told_from = 1
         """Sequence number of the first own heartbeat that carries the current list."""
         self._own_list = b""
@@ -66,7 +67,7 @@ class Connectivity:
         self._fit: tuple[PeerId, ...] = ()
         """Candidates that are among the best."""
         self._fit_until: dict[PeerId, float] = {}
-        self._counted: dict[int, frozenset[int]] = {}
+        self._counted: dict[int, set[int]] = {}
         """The lists of this peer and the live ones, by fingerprint, that ``_listed`` counts."""
         self._listed: dict[int, int] = {}
         """How many of these lists have each fingerprint, so that a judgement takes N steps and not N^2."""
@@ -91,7 +92,7 @@ class Connectivity:
 
     def update_own_list(self, live: Iterable[PeerId], sequence: int) -> None:
         """Update this peer's own list after it has sent ``sequence`` heartbeats."""
-        self.lists[self.me] = prints = frozenset(map(fingerprint, live))
+        self.lists[self.me] = prints = set(map(fingerprint, live))
         self._own_list = listed(prints)
         self.told_from = sequence + 1
 
@@ -106,12 +107,14 @@ class Connectivity:
 
     def on_goodbye(self, peer: PeerId) -> frozenset[int]:
         """Remove a peer that says goodbye from all lists. Return its fingerprint and those of the peers it heard."""
-        gone = frozenset((fingerprint(peer),))
+        gone = fingerprint(peer)
         for other, prints in self.lists.items():
-            if gone <= prints:
-                self.lists[other] = prints - gone
+            if gone in prints:
+                prints.discard(gone)
                 self._changes += 1
-        return gone | self.lists.get(peer, frozenset())
+                if self._counted.get(fingerprint(other)) is prints:
+                    self._count_once_less(gone)
+        return frozenset((gone, *self.lists.get(peer, ())))
 
     def update_givers(self, version: int, marks: Mapping[LearnerId, Mark]) -> None:
         """Recompute the recent contributors when shard 0 reaches ``version``."""
@@ -162,19 +165,22 @@ class Connectivity:
                 best.add(x)
         self.best = frozenset(best)
 
-    def _count(self, lists: dict[int, frozenset[int]]) -> None:
+    def _count(self, lists: dict[int, set[int]]) -> None:
         """Count ``lists`` in ``_listed`` instead of those that were counted before."""
-        nobody = frozenset[int]()
+        nobody = set[int]()
         for x in self._counted.keys() | lists.keys():
             old, new = self._counted.get(x, nobody), lists.get(x, nobody)
             if old is not new:
                 for y in new - old:
                     self._listed[y] = self._listed.get(y, 0) + 1
                 for y in old - new:
-                    self._listed[y] -= 1
-                    if not self._listed[y]:
-                        del self._listed[y]
+                    self._count_once_less(y)
         self._counted = lists
+
+    def _count_once_less(self, y: int) -> None:
+        self._listed[y] -= 1
+        if not self._listed[y]:
+            del self._listed[y]
 
     def _lacking(self, y: int) -> int:
         """Return how many of the counted lists, without its own, lack ``y``."""
@@ -183,7 +189,7 @@ class Connectivity:
         return len(self._counted) - (own is not None) - others
 
 
-def _apart(lacking: Mapping[int, int], lists: Mapping[int, frozenset[int]]) -> dict[int, set[int]]:
+def _apart(lacking: Mapping[int, int], lists: Mapping[int, set[int]]) -> dict[int, set[int]]:
     """Return, for each peer, the peers that it does not meet; nothing for a peer that meets all.
 
     Two peers meet if each of them lists the other. A peer without a list is assumed to hear all. A peer whose own list

@@ -393,7 +393,7 @@ class Membership:
 
     def detect_partition(self, now: float, *, is_silent: bool) -> None:
         """Update the partition detector from the last ``refresh``. ``is_silent``: a peer was lost without a goodbye."""
-        here = self.connectivity.lists[self.me] | self.connectivity.indirect
+        here = self.connectivity.indirect | self.connectivity.lists[self.me]
         self.partition_detector.update(now, here, WINDOW_BEATS * self.beat_s(), is_silent=is_silent)
 
     def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float) -> None:

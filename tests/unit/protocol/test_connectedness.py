@@ -248,16 +248,22 @@ def best_of(me: PeerId, live: list[PeerId], lists: dict[PeerId, frozenset[PeerId
 
 @pytest.mark.parametrize("seed", range(40))
 def test_counts_say_what_all_pairs_say(seed: int) -> None:
-    """R2a, R3a: while peers come, go, lose each other, and send no list, or one that lacks this peer."""
+    """R2a, R3a: while peers come, go, say goodbye, lose each other, and send no list, or one that lacks this peer."""
     drawn, names = random.Random(seed), [PeerId(f"p{i}") for i in range(2 + seed)]
     me, *others = names
     judged, lists, live = Connectivity(me), dict[PeerId, frozenset[PeerId]](), list[PeerId]()
     judged.admitted = frozenset()
     for step in range(30):
         for peer in drawn.sample(others, min(3, len(others))):
-            match drawn.randrange(6):
+            match drawn.randrange(7):
                 case 0 if peer in live:
                     live.remove(peer)
+                case 2 if peer in live:
+                    live.remove(peer)
+                    heard = lists.pop(peer, frozenset())
+                    assert judged.on_goodbye(peer) == set(map(fingerprint, {peer, *heard}))
+                    judged.forget(peer)
+                    lists = {other: prints - {peer} for other, prints in lists.items()}
                 case 1 if peer not in live:
                     judged.forget(peer)
                     lists.pop(peer, None)
