@@ -58,11 +58,21 @@ def record_of(marks: Mapping[LearnerId, Mark], trained: Trained, norm_bound: Nor
 _encoder = msgspec.msgpack.Encoder()
 
 
+class Successor(NamedTuple):
+    """What a commit makes of the chain, besides its head."""
+
+    marks: dict[LearnerId, Mark]
+    norm_bound: NormBound
+    record: Digest
+    """Digest of the marks, trained blocks and norm bound, which the commit's owner signs."""
+
+
 class Chain:
     """Head, marks and recent commits of one shard. ``head`` is None until the shard's state has been installed."""
 
     __slots__ = (
         "_first",
+        "_judged",
         "_most_tokens",
         "_run_tokens",
         "ancestry",
@@ -96,6 +106,9 @@ class Chain:
         self.norm_bound = NO_NORM
         self.counts = NOTHING_COUNTED
         self._first = FIRST_RMS * math.sqrt(elements) if elements else math.inf
+        self._judged: tuple[CommitHeader, Successor] | None = None
+        """The child of the head that was found to be sound last, and what follows from it, so that it is computed once.
+        """
         self.log: deque[CommitHeader] = deque(maxlen=length)
         self.log_ids: deque[Digest] = deque(maxlen=length)
         self.ancestry: deque[Digest] = deque(maxlen=length)
@@ -151,19 +164,21 @@ class Chain:
         return self.counts.is_few(peer_of(c.learner) for c in contributors)
 
     def record_after(self, version: int, contributors: Sequence[Contributor], length: float = 0.0) -> Digest:
-        """Return the digest that an owner signs for a commit with these contributors and update norm ``length``.
+        """Return the digest that an owner signs for a commit with these contributors and update norm ``length``."""
+        return self.successor(version, contributors, length).record
 
-        It covers the chain's marks, trained blocks and norm bound after the commit.
-        """
+    def successor(self, version: int, contributors: Sequence[Contributor], length: float) -> Successor:
+        """Return what a commit with these contributors and update norm ``length`` makes of the chain."""
         marks, ledger, norm_bound = self._marks_after(version, contributors), self.ledger, self.norm_bound
         if length:
             norm_bound = self._norm_after(contributors, length)
-        if ledger is None:
-            return record_of(marks, Trained(), norm_bound)
-        after = ledger.copied()
-        for c in contributors:
-            after.add(c.blocks)
-        return record_of(marks, after.state(), norm_bound)
+        trained = Trained()
+        if ledger is not None:
+            after = ledger.copied()
+            for c in contributors:
+                after.add(c.blocks)
+            trained = after.state()
+        return Successor(marks, norm_bound, record_of(marks, trained, norm_bound))
 
     def count(self, contributors: Sequence[Contributor], factors: Sequence[int]) -> tuple[int, TokenCounts]:
         """Return the counted tokens of the next commit's contributions, in total, and the chain's counts after it."""
@@ -185,8 +200,7 @@ class Chain:
 
     def stated_longest(self, contributors: Sequence[Contributor]) -> float:
         """Return ``longest`` as a commit states it: a finite number, 0 if no limit is known."""
-        longest = self.longest(contributors)
-        return min(longest, MOST_LENGTH) if longest < math.inf else 0.0
+        return _stated(self.longest(contributors))
 
     def _marks_after(self, version: int, contributors: Iterable[Contributor]) -> dict[LearnerId, Mark]:
         oldest = version - MARK_LIFE_LOGS * self.length
@@ -231,23 +245,29 @@ class Chain:
             return (
                 f"its update has length {header.length:.3g}, but at most {longest:.3g} fits the chain's earlier updates"
             )
-        if header.longest != self.stated_longest(header.contributors):
+        if header.longest != _stated(longest):
             return f"it states that an update may have length {header.longest:.3g}, but {longest:.3g} fits the chain"
-        if header.record != self.record_after(header.version, header.contributors, header.length):
+        successor = self.successor(header.version, header.contributors, header.length)
+        if header.record != successor.record:
             return "its record is not the one that follows from the chain"
+        self._judged = header, successor
         return None
 
     def advance(self, header: CommitHeader, new_id: Digest) -> None:
         """Make ``header`` the head. The caller has checked it with ``problem``."""
+        judged, successor = self._judged or (None, None)
+        if successor is None or judged is not header:
+            successor = self.successor(header.version, header.contributors, header.length)
+        self._judged = None
         self.log.append(header)
         self.log_ids.append(new_id)
-        self.norm_bound = self._norm_after(header.contributors, header.length)
+        self.norm_bound = successor.norm_bound
         if self.head is not None:
             self.ancestry.append(self.head.id)
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
         self.counts = header.counts
-        self.marks = self._marks_after(header.version, header.contributors)
+        self.marks = successor.marks
         if self.ledger is not None:
             for c in header.contributors:
                 self.ledger.add(c.blocks)
@@ -269,6 +289,7 @@ class Chain:
 
     def replace(self, state: ShardState, lineage: Iterable[Digest] = ()) -> None:
         """Install a fetched or restored state and the heads that led to it. The log starts empty."""
+        self._judged = None
         self.log.clear()
         self.log_ids.clear()
         self.ancestry.clear()
@@ -314,6 +335,10 @@ class Chain:
         return ShardState(
             self.head, self.step, tuple(sorted(self.marks.items())), trained, self.norm_bound, self.counts
         )
+
+
+def _stated(longest: float) -> float:
+    return min(longest, MOST_LENGTH) if longest < math.inf else 0.0
 
 
 # -- Head changes ------------------------------------------------------------------------------------------------------
