@@ -68,20 +68,17 @@ def relay_commit(core: Core, reports: HeadReports, header: CommitHeader) -> None
         return
     me, owner, shard, participation = core.config.peer, header.owner, header.shard, core.participation
     head = Head(shard, header.version, commit_id(header), header.tokens)
-    newcomers = {peer for peer in participation.peers(shard) if participation.is_newcomer(peer, shard)}
-    weights = {me: core.weight, owner: 0.0}
-    for peer in participation.peers(shard):
-        if peer not in newcomers and (beat := core.membership.peers[peer].beat) is not None:
-            weights[peer] = beat.weight
+    weights = {me: core.weight, owner: 0.0} | dict(participation.weights(shard))
     order = tree_order(head.id, owner, tuple(sorted(weights.items())))
     place = order.index(me)
     receivers, listeners = set(children(order, place)), set[PeerId]()
     if me == owner:
-        listeners = newcomers
+        listeners |= participation.newcomers(shard)
     elif len(order) > FAN_OUT + 1:
         ring = announcement_ring(head.id, order, place)
         after = ring.index(me) + 1
         listeners = {*(ring + ring)[after : after + ANNOUNCEMENTS]} - receivers
-    has_it = {peer for peer in order if (report := reports.of(peer, shard)) is not None and report.head == head.id}
+    told = {peer: reports.of(peer, shard) for peer in (receivers | listeners) & weights.keys()}
+    has_it = {peer for peer, report in told.items() if report is not None and report.head == head.id}
     core.send(tuple(sorted(receivers - has_it)), Commit(header))
     core.send(tuple(sorted(listeners - has_it)), Heads((head,), core.step))

@@ -80,7 +80,7 @@ class HeadReports:
         own, tokens = chain.heads(), chain.head.tokens
         told = ((peer, heads.get(shard)) for peer, heads in self._heads.items())
         there = {peer: one for peer, one in told if one is not None and one.head not in own}
-        donors = self.core.participation.donors(shard) if there else []
+        donors = self.core.participation.donors(shard) if there else ()
         found = [there[donor] for donor in donors if donor in there]
         return [one for one in found if (one.tokens > tokens if are_heavier else one.tokens < tokens)]
 

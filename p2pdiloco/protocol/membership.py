@@ -12,6 +12,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from p2pdiloco.protocol.connectivity import SETTLING_BEATS, Connectivity
 from p2pdiloco.protocol.data_blocks import Block
@@ -187,11 +188,27 @@ class PeerView:
         return 3 * self.interval_s(own_s) + 2 * self.round_trip_s + 4 * self.variation_s
 
 
+class Roles(NamedTuple):
+    """What the live peers say that they are, each sorted by peer."""
+
+    donors: tuple[PeerId, ...]
+    """Peers that report to have all states."""
+    newcomers: frozenset[PeerId]
+    """Peers that report to lack some."""
+    weights: tuple[tuple[PeerId, float], ...]
+    """The donors with the weights that they ask for."""
+    finished: frozenset[PeerId]
+    """Peers that have reached the end of the run."""
+    is_any_leaving: bool
+    """Whether one of them that participates is leaving before the run's end."""
+
+
 class Membership:
     """All connected peers and their liveness."""
 
     __slots__ = (
         "_median_s",
+        "_roles",
         "connectivity",
         "fastest_step_s",
         "interval_s",
@@ -229,6 +246,9 @@ class Membership:
         self.participating: frozenset[PeerId] = frozenset()
         """Live peers that participate, without this one."""
         self._median_s: float | None = None
+        self._roles: Roles | None = None
+        """None: a heartbeat has changed them, or who is live. Counted anew for each question, they would take N^2 steps
+        for a version."""
         self.slowest_round_trip_s = 0.0
         """Largest smoothed round trip to a live peer. Like the fields above, it is updated by ``refresh``."""
         self.usual_round_trip_s = 0.0
@@ -246,6 +266,7 @@ class Membership:
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:
             return False
         self.peers[peer] = PeerView(peer, now)
+        self._roles = None
         self.met.setdefault(peer, now)
         if len(self.met) > 2 * MAX_PEERS:
             del self.met[next(iter(self.met))]
@@ -254,6 +275,7 @@ class Membership:
     def disconnect(self, peer: PeerId) -> None:
         """Remove a connection."""
         self.peers.pop(peer, None)
+        self._roles = None
         self.connectivity.forget(peer)
 
     def record_heartbeat(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
@@ -274,14 +296,15 @@ class Membership:
         is_other_list = self.connectivity.update_list(peer, beat.hears)
         is_deaf = now - view.acked_at > view.deadline_s(own_s) + own_s
         view.deaf_since = min(view.deaf_since, now) if is_deaf else float("inf")
-        return (
-            is_other_list
-            or previous is None
-            or was_quiet
+        is_other_role = (
+            previous is None
             or previous.phase != beat.phase
             or previous.is_participating != beat.is_participating
             or previous.weight != beat.weight
         )
+        if is_other_role:
+            self._roles = None
+        return is_other_list or was_quiet or is_other_role
 
     def median_step_s(self, own_s: float) -> float:
         """Return the median step time of all participating peers and ``own_s`` (0: none); 0 if none is known.
@@ -381,6 +404,7 @@ class Membership:
         live.sort()
         if live != list(before):
             self.live = tuple(live)
+            self._roles = None
             self.connectivity.update_own_list(live, self.sequence)
         self.participating = frozenset(participating)
         self.owners.set_candidates(candidates, leaving)
@@ -406,9 +430,19 @@ class Membership:
         beat = self.peers[peer].beat
         return () if beat is None else beat.claims[:MAX_HELD]
 
-    def is_any_leaving(self) -> bool:
-        """Return whether a live peer that participates is leaving before the run's end."""
-        return any(beat.phase == "leaving" and beat.is_participating for beat in self._beats())
+    def roles(self) -> Roles:
+        """Return the roles of the live peers that are connected, as their newest heartbeats say."""
+        if self._roles is None:
+            beats = [(peer, beat) for peer in self.live if (view := self.peers.get(peer)) and (beat := view.beat)]
+            weights = tuple((peer, beat.weight) for peer, beat in beats if beat.phase != "joining")
+            self._roles = Roles(
+                donors=tuple(peer for peer, _ in weights),
+                newcomers=frozenset(peer for peer, beat in beats if beat.phase == "joining"),
+                weights=weights,
+                finished=frozenset(peer for peer, beat in beats if beat.phase in ("finished", "done")),
+                is_any_leaving=any(beat.phase == "leaving" and beat.is_participating for _, beat in beats),
+            )
+        return self._roles
 
     def has_finished(self, peer: PeerId) -> bool:
         """Return whether this live peer has reached the end of the run."""

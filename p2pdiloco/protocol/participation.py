@@ -43,20 +43,22 @@ class Participation:
         """Return the live peers, sorted, without this one."""
         return self._membership.live
 
-    def donors(self, shard: ShardId | None = None) -> list[PeerId]:
+    def donors(self, shard: ShardId | None = None) -> tuple[PeerId, ...]:
         """Return the live peers that have the shard's state, sorted, without this one."""
-        return [peer for peer in self.peers(shard) if self.is_donor(peer, shard)]
+        return self._membership.roles().donors
+
+    def weights(self, shard: ShardId) -> Candidates:
+        """Return the same peers with the weights that they ask for."""
+        return self._membership.roles().weights
+
+    def newcomers(self, shard: ShardId) -> frozenset[PeerId]:
+        """Return the live peers that report to lack the shard's state."""
+        return self._membership.roles().newcomers
 
     def is_donor(self, peer: PeerId, shard: ShardId | None = None) -> bool:
         """Return whether a connected peer, live or not, reports to have the shard's state."""
         view = self._membership.peers.get(peer)
         return view is not None and view.beat is not None and view.beat.phase != "joining"
-
-    def is_newcomer(self, peer: PeerId, shard: ShardId | None = None) -> bool:
-        """Return whether a connected peer reports to lack the shard's state. A peer that has reported nothing yet is
-        neither a newcomer nor a donor."""
-        view = self._membership.peers.get(peer)
-        return view is not None and view.beat is not None and view.beat.phase == "joining"
 
     def participants(self, shard: ShardId | None = None) -> frozenset[PeerId]:
         """Return the peers whose learners can contribute, with this one if its learner can."""
@@ -68,7 +70,7 @@ class Participation:
 
         Otherwise a learner that has not stopped would be most participants by itself.
         """
-        finished = {peer for peer in self.peers(shard) if self._membership.has_finished(peer)}
+        finished = set(self._membership.roles().finished)
         if self._this_peer.departure == "finished":
             finished.add(self._membership.me)
         if finished:
@@ -103,4 +105,4 @@ class Participation:
 
     def is_any_leaving(self) -> bool:
         """Return whether this peer, or a live peer that participates, is leaving before the run's end."""
-        return self._this_peer.departure == "leaving" or self._membership.is_any_leaving()
+        return self._this_peer.departure == "leaving" or self._membership.roles().is_any_leaving

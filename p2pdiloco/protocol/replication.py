@@ -650,12 +650,12 @@ class Repair:
             replication.repairing.discard(shard)
             self.aggregation.reopen(shard)
 
-    def _donors(self, shard: ShardId, tries: int) -> list[PeerId]:
+    def _donors(self, shard: ShardId, tries: int) -> tuple[PeerId, ...]:
         """Return the peers that may be asked. The head's owner may have signed another state than its commit gives, and
         only it can supply that: it is asked only if there is no other."""
-        donors = self.core.participation.donors(shard) if tries <= TRIES else []
+        donors = self.core.participation.donors(shard) if tries <= TRIES else ()
         log = self.core.chains[shard].log
-        others = [p for p in donors if not log or p != log[-1].owner]
+        others = tuple(p for p in donors if not log or p != log[-1].owner)
         return others or donors
 
     def blame_owner(self, shard: ShardId, witness: PeerId | None) -> None:
