@@ -427,19 +427,19 @@ class Directory:
         """Return addresses to give to newcomers: no loopback address, if there is another one."""
         return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
-    def meeting_places(self) -> tuple[str, ...]:
+    def invite_addresses(self) -> tuple[str, ...]:
         """Return addresses for invites: the initial peers that answer, since they are meant to be found, else ours."""
         found = [text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]
         return tuple(found or self.bootstrap_addresses())
 
-    def further_places(self) -> tuple[str, ...]:
+    def further_invite_addresses(self) -> tuple[str, ...]:
         """Return more addresses for invites, so that one of them answers from any network, and later, too.
 
         They are: for the initial peers that answer, an address of each family that the user has not named; one of this
         node for each family, unless others cannot reach it; and those of FURTHER_NODES nodes that answer at a public
         address.
         """
-        places = self.meeting_places()
+        places = self.invite_addresses()
         found: list[str] = []
         for peer, named in self._initial.items():
             if not self._pings.is_silent(peer):

@@ -38,7 +38,7 @@ from p2pdiloco.swarm.invitations import (
     find_credentials,
     how_to_join,
     keep_addresses,
-    keep_meeting_places,
+    keep_invite_addresses,
     require_membership,
 )
 from p2pdiloco.swarm.run_index import ConfigError, folder_of, is_meant
@@ -406,7 +406,7 @@ async def take_part(
     await refuse_duplicate_identity(directory, manifest.run, identity.peer_id, None if is_open else mine)
     if shows_how_to_join:
         await directory.points()  # names the bootstrap's addresses of both families, for invites
-    places = (*directory.meeting_places(), *directory.further_places())
+    places = (*directory.invite_addresses(), *directory.further_invite_addresses())
     await asyncio.to_thread(keep_addresses, options.folder, places)
     if shows_how_to_join:
         for invited in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
@@ -438,7 +438,7 @@ async def _run_node(
     """Run a node until it ends; return its ending, and whether it should take part again, as the run is prolonged."""
     async with Node.open(manifest, options, identity, directory, initial, mine) as node:
         keeping = partial(
-            keep_meeting_places,
+            keep_invite_addresses,
             manifest,
             mine,
             options.folder,
@@ -446,7 +446,7 @@ async def _run_node(
             lambda: node.reachability.is_directory_dialable,
             tell,
         )
-        node.host.keep(keeping, name="meeting places")
+        node.host.keep(keeping, name="invite addresses")
         with leave_when_asked(node, options.machine.spot):
             async with (
                 serve_page(node.telemetry, options.folder, options.watch.page, say),

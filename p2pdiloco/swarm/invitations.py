@@ -237,7 +237,7 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
     name, is_scripts = manifest.config.name, manifest.config.model.kind == "external"
     usage = 'initial_peers=["{}"]' if is_scripts else "p2pdiloco join {}"
     if manifest.config.access == "open":
-        where = dict.fromkeys((*directory.visible_addresses(), *directory.meeting_places()))
+        where = dict.fromkeys((*directory.visible_addresses(), *directory.invite_addresses()))
         run = "" if is_scripts else f" --run {name}"
         return [Invited(address, usage.format(address) + run) for address in where]
     grant = load_grant(manifest, mine, folder, time.time())
@@ -247,7 +247,7 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
     if manifest.config.access == "list":
         made = f"{usage.format('INVITE')}, made for a peer by p2pdiloco members add --peer ID"
         return [Invited("", made + where_made)]
-    places = (*directory.meeting_places(), *directory.further_places())
+    places = (*directory.invite_addresses(), *directory.further_invite_addresses())
     invite = load_or_make_invite(manifest, mine, grant, folder, places)
     notes = (
         f"this invite is for your own machines: whoever has it counts as up to {OWN_MACHINES} peers",
@@ -256,7 +256,7 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
     return [Invited(invite, usage.format(invite), notes, str(MemberFiles(folder).folder / "invite"))]
 
 
-async def keep_meeting_places(
+async def keep_invite_addresses(
     manifest: Manifest,
     mine: Credentials,
     folder: Path,
@@ -269,19 +269,19 @@ async def keep_meeting_places(
     is_dialable: returns whether others could dial this peer's directory node; None if nobody has tried.
     say: tells the user about a lasting change, and how to join then; None: the user is not told.
     """
-    first = directory.meeting_places()
+    first = directory.invite_addresses()
     kept = await asyncio.to_thread(kept_addresses, folder)
     told = seen = first, True
     looks = 0
     while True:
         await asyncio.sleep(LOOK_S)
-        places = directory.meeting_places()
+        places = directory.invite_addresses()
         is_own = _belong_to(places, directory.peer_id)
         found = places, not is_own or places == first or is_dialable() is not False
         looks, seen = looks + 1 if found == seen else 1, found
         if looks < LOOKS:
             continue
-        is_of_use, wanted = found[1], (*places, *directory.further_places())
+        is_of_use, wanted = found[1], (*places, *directory.further_invite_addresses())
         if is_of_use and wanted != kept:
             try:
                 await asyncio.to_thread(keep_addresses, folder, wanted)

@@ -150,12 +150,12 @@ def test_invites_name_an_initial_peer_that_answers_or_ourselves(run: Callable[[M
 
     async def main() -> None:
         async with member() as bootstrap, member(where(bootstrap)) as ann:
-            assert ann.meeting_places() == (where(bootstrap),)
-            assert bootstrap.meeting_places() == (where(bootstrap),)
+            assert ann.invite_addresses() == (where(bootstrap),)
+            assert bootstrap.invite_addresses() == (where(bootstrap),)
             await bootstrap.__aexit__(None, None, None)
-            await until(lambda: ann.meeting_places() == (where(ann),), 30.0)
-            async with member(*ann.meeting_places()) as bob:
-                assert bob.meeting_places() == (where(ann),)
+            await until(lambda: ann.invite_addresses() == (where(ann),), 30.0)
+            async with member(*ann.invite_addresses()) as bob:
+                assert bob.invite_addresses() == (where(ann),)
 
     run(main())
 
@@ -163,14 +163,14 @@ def test_invites_name_an_initial_peer_that_answers_or_ourselves(run: Callable[[M
 def test_an_invite_outlives_the_bootstrap_that_it_names_first(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with member() as bootstrap, member(where(bootstrap)) as ann:
-            places = (*ann.meeting_places(), *ann.further_places())
+            places = (*ann.invite_addresses(), *ann.further_invite_addresses())
             assert places == (where(bootstrap), where(ann))
             await bootstrap.__aexit__(None, None, None)
             async with member(*places) as bob:
                 await bob.publish_run(RUN, b"the run", 60.0)
                 assert await ann.runs() == {RUN: b"the run"}
             ann.stop_serving()
-            assert ann.further_places() == (), "others cannot reach it"
+            assert ann.further_invite_addresses() == (), "others cannot reach it"
 
     run(main())
 
@@ -185,9 +185,9 @@ def test_an_invite_names_the_families_that_its_maker_has_not_typed(run: Callable
             four, six = sorted(bootstrap.visible_addresses())
             await bootstrap.publish_point(b"here", 60.0)
             async with member(four) as ann:
-                assert ann.meeting_places() == (four,)
+                assert ann.invite_addresses() == (four,)
                 await ann.points()
-                assert ann.further_places()[0] == six
+                assert ann.further_invite_addresses()[0] == six
 
     run(main())
 
@@ -209,7 +209,7 @@ def test_who_is_late_at_the_start_is_not_taken_for_gone(
 
             monkeypatch.setattr(Directory, "_connect", slowly)
             async with member(where(far), where(near), where_gone) as ann:
-                assert ann.meeting_places() == (where(far), where(near))
+                assert ann.invite_addresses() == (where(far), where(near))
 
     run(main())
 

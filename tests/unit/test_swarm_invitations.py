@@ -27,7 +27,7 @@ from p2pdiloco.swarm.invitations import (
     how_to_join,
     invite_text,
     keep_addresses,
-    keep_meeting_places,
+    keep_invite_addresses,
     kept_addresses,
     load_grant,
     load_or_make_invite,
@@ -118,7 +118,7 @@ def test_later_invites_name_other_nodes_as_they_come(tmp_path: Path, monkeypatch
         keep_addresses(tmp_path, directory.places)
         said: list[str | StatusMessage] = []
         keeping = asyncio.create_task(
-            keep_meeting_places(manifest, mine, tmp_path, directory, lambda: True, said.append)  # type: ignore[arg-type]
+            keep_invite_addresses(manifest, mine, tmp_path, directory, lambda: True, said.append)  # type: ignore[arg-type]
         )
         async with asyncio.timeout(10.0):
             directory.further = (THIRD,)
@@ -136,10 +136,10 @@ class Known:
     def visible_addresses(self) -> tuple[str, ...]:
         return (ADDRESS,)
 
-    def further_places(self) -> tuple[str, ...]:
+    def further_invite_addresses(self) -> tuple[str, ...]:
         return ()
 
-    def meeting_places(self) -> tuple[str, ...]:
+    def invite_addresses(self) -> tuple[str, ...]:
         return (OTHER,)
 
 
@@ -187,11 +187,11 @@ class Places:
         self.is_dialable: bool | None = None
         self.looks = asyncio.Semaphore(0)
 
-    def meeting_places(self) -> tuple[str, ...]:
+    def invite_addresses(self) -> tuple[str, ...]:
         self.looks.release()
         return self.places
 
-    def further_places(self) -> tuple[str, ...]:
+    def further_invite_addresses(self) -> tuple[str, ...]:
         return self.further
 
     async def looked_at(self, times: int = 12) -> None:
@@ -216,7 +216,7 @@ def test_where_newcomers_find_the_directory_follows_who_answers(
         directory = Places()
         keep_addresses(tmp_path, directory.places)
         keeping = asyncio.create_task(
-            keep_meeting_places(manifest, mine, tmp_path, directory, lambda: is_dialable, said.append)  # type: ignore[arg-type]
+            keep_invite_addresses(manifest, mine, tmp_path, directory, lambda: is_dialable, said.append)  # type: ignore[arg-type]
         )
         async with asyncio.timeout(10.0):
             await directory.looked_at()
@@ -291,7 +291,7 @@ def test_where_newcomers_are_sent_is_told_as_it_is(
         directory.places = story[0][0]
         keep_addresses(tmp_path, directory.places)
         keeping = asyncio.create_task(
-            keep_meeting_places(manifest, mine, tmp_path, directory, lambda: directory.is_dialable, said.append)  # type: ignore[arg-type]
+            keep_invite_addresses(manifest, mine, tmp_path, directory, lambda: directory.is_dialable, said.append)  # type: ignore[arg-type]
         )
         async with asyncio.timeout(10.0):
             for directory.places, directory.is_dialable, kept, begins in story:
@@ -312,7 +312,7 @@ def test_a_full_disk_takes_no_addresses_and_ends_nothing(tmp_path: Path, monkeyp
         directory = Places()
         keep_addresses(tmp_path, directory.places)
         keeping = asyncio.create_task(
-            keep_meeting_places(manifest, mine, tmp_path, directory, lambda: True, None)  # type: ignore[arg-type]
+            keep_invite_addresses(manifest, mine, tmp_path, directory, lambda: True, None)  # type: ignore[arg-type]
         )
         async with asyncio.timeout(10.0):
             await directory.looked_at()
