@@ -380,7 +380,7 @@ class DiLoCo(SwarmView):
     def _take_part(self, new_node: NewNode | None, manifest: Manifest, told: bytes) -> None:
         """Build the link, and wait for the global parameters."""
         layout, island, parent = Layout.of(manifest), self._ranks, self._parent
-        back: NodeSearch | None = None if parent is None else parent.reunion
+        back: NodeSearch | None = None if parent is None else parent.listener
         if self._node_process is not None:
             back = RestartedNode(self._node_process, told)
         flat: FlatParameters | RankGroupParameters
@@ -416,7 +416,7 @@ class DiLoCo(SwarmView):
             channel,
             last_step=inner.steps,
             token_budget=0 if inner.tokens is msgspec.UNSET else inner.tokens,
-            reunion=back,
+            node_search=back,
             doubt=self._problem,
             on_update=self._on_update,
             evaluate=None if evaluate is None else measure,

@@ -2,7 +2,7 @@
 starts it with a socket and the shared memory; nobody starts it by hand::
 
     python -m p2pdiloco.learner --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
-                            [--inner-state PATH] [--reunion NAME --reattach-s S] [--device cpu] [--data PATH]
+                            [--inner-state PATH] [--socket-name NAME --reattach-s S] [--device cpu] [--data PATH]
                             [--tokenizer PATH] [--model PATH] [--threads N]
 
 Rules of this file:
@@ -41,7 +41,7 @@ from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import excerpt, given_samples, held_out_loss
 from p2pdiloco.training.learner_options import be_nice, parser_of_a_learner, setting
 from p2pdiloco.training.models import build, vocabulary
-from p2pdiloco.training.node_reconnect import Reunion
+from p2pdiloco.training.node_reconnect import NodeListener
 from p2pdiloco.training.optimizer_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.optimizers import inner_optimizers, inner_step
 from p2pdiloco.training.thread_tuning import ThreadChoice
@@ -173,8 +173,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.register(signal.SIGTERM, file=2, chain=True)
     if not options.reattach_s:
         die_with_parent()
-    reunion = Reunion(options.reunion, options.reattach_s) if options.reunion and options.reattach_s else None
-    node = ParentNode(options.manifest, socket.socket(fileno=options.socket_fd), options.memory_fd, reunion)
+    listener = None
+    if options.socket_name and options.reattach_s:
+        listener = NodeListener(options.socket_name, options.reattach_s)
+    node = ParentNode(options.manifest, socket.socket(fileno=options.socket_fd), options.memory_fd, listener)
     try:
         learner = _build(options, node)
     except (OSError, ValueError, RuntimeError, DiLoCoError) as error:
@@ -196,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory-fd", type=int, required=True, help="the shared vectors")
     parser.add_argument("--incarnation", required=True, help="names this life; seeds the order of the data")
     parser.add_argument("--inner-state", type=Path, help="the inner optimizer's state: read if it is there, and kept")
-    parser.add_argument("--reunion", metavar="NAME", help="where the node's next life finds this learner")
+    parser.add_argument("--socket-name", metavar="NAME", help="socket on which this learner waits for a new node")
     parser.add_argument("--reattach-s", type=float, default=0.0, help="how long to wait for it; 0: end with the node")
     return parser
 

@@ -35,7 +35,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.timing import Backoff
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.node_link import FAREWELL_S, NodeLink
-from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Found, Reunion, meeting_place
+from p2pdiloco.training.node_reconnect import IS_POSSIBLE, NodeConnection, NodeListener, learner_socket_name
 from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import (
@@ -159,8 +159,8 @@ class ScriptNode:
                 f"the state folder {folder} is in use by another training script (process {error}): "
                 "stop it, or give this script a folder of its own (state=...)"
             ) from error
-        # Name of the socket by which node and script find each other (``training/node_reconnect.py``).
-        self.meeting_place = f"{meeting_place(folder)}-script"
+        # Name of the socket on which the script waits for its node (``training/node_reconnect.py``).
+        self.socket_name = f"{learner_socket_name(folder)}-script"
         self.log_path = folder / NODE_LOG
         self._request = request
         if request.foundation is not None and not request.foundation.exists() and self._kept_run() is not None:
@@ -194,7 +194,7 @@ class ScriptNode:
         """True if the folder has a state of a run of this name."""
         return bool(self._runs_here())
 
-    def connect(self) -> Found:
+    def connect(self) -> NodeConnection:
         """Connect to the node that the script's previous process left, or start one.
 
         Returns the connection and the run's manifest.
@@ -202,8 +202,8 @@ class ScriptNode:
         Raises:
             ScriptNodeError: the node did not start, or there is nobody to join.
         """
-        reunion = Reunion(self.meeting_place, JOIN_S, is_script=True)
-        if not reunion.open():
+        listener = NodeListener(self.socket_name, JOIN_S, is_script=True)
+        if not listener.open():
             raise ScriptNodeError(
                 f"another process on this machine waits for the node of {self._folder}: end it, or give this script a "
                 "folder of its own (state=...)"
@@ -214,7 +214,7 @@ class ScriptNode:
             is_new = not self._find_running()
             if is_new:
                 self._start(self._start_or_join_command())
-            while (found := reunion.poll()) is None:
+            while (found := listener.poll()) is None:
                 has_found_nobody = bool(self.ending) and self._status == NOBODY_THERE
                 is_first = self._is_child and not self._is_resumed
                 if has_found_nobody and is_first and (kept := self._kept_run()) is not None:
@@ -224,11 +224,11 @@ class ScriptNode:
                     self._start(self._resume(kept))
                 elif ending := self.ending:
                     raise ScriptNodeError(ending)
-                if reunion.is_over:
+                if listener.is_over:
                     raise ScriptNodeError(f"the node did not start within {JOIN_S:.0f} s; its log is {self.log_path}")
                 time.sleep(_LOOK_S)
         finally:
-            reunion.close()
+            listener.close()
         if is_new and self._reports is not None:
             for message in self._reports.poll():
                 if isinstance(message, Invited | PageAt):
@@ -318,7 +318,7 @@ class ScriptNode:
         """Adopt the node that the script's previous process left; return False if there is none."""
         try:
             process = psutil.Process(int(read_regular(self._folder / "node.pid")))
-            if self.meeting_place in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            if self.socket_name in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
                 self._process = process
         except (OSError, ValueError, psutil.Error):
             return False
@@ -327,7 +327,7 @@ class ScriptNode:
     def _start(self, arguments: Sequence[str]) -> None:
         """Start ``p2pdiloco`` with ``arguments`` and the options that make it this script's node."""
         command = [sys.executable, "-P", "-m", "p2pdiloco", *arguments, *self._request.options]
-        command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
+        command += ["--state", str(self._folder), "--learner", self.socket_name, "--reattach-s", str(RETURN_S)]
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:
             rotate(self.log_path, keep=1, most_bytes=LOG_BYTES)
         with (
@@ -431,17 +431,17 @@ class ParentNode:
     """The node that has started this process as its learner (``learner.py``), with what both share."""
 
     def __init__(
-        self, manifest: Path, connection: socket.socket, memory_fd: int, reunion: Reunion | None = None
+        self, manifest: Path, connection: socket.socket, memory_fd: int, listener: NodeListener | None = None
     ) -> None:
         """
         Args:
             manifest: file of the run's manifest, in the peer's folder.
             memory_fd: memory that node and learner share.
-            reunion: waits for the next node if this one dies; None: the learner then ends.
+            listener: waits for the next node if this one dies; None: the learner then ends.
         """
         self.manifest = manifest
         self.folder = manifest.parent
-        self.reunion = reunion
+        self.listener = listener
         self._channel = Channel(connection)
         self._memory_fd = memory_fd
         # Blocks of data that the node has assigned, the first one in training.
@@ -485,32 +485,32 @@ class RestartedNode:
         self._node_process = node_process
         self._manifest = manifest
         self._run = RunId(digest_of(manifest))
-        self._reunion = Reunion(node_process.meeting_place, JOIN_S, is_script=True)
+        self._listener = NodeListener(node_process.socket_name, JOIN_S, is_script=True)
         self._is_in_vain = False
 
     @property
     def is_open(self) -> bool:
         """True while the script waits for its node."""
-        return self._reunion.is_open
+        return self._listener.is_open
 
     @property
     def is_over(self) -> bool:
         """True once the script has given up waiting."""
-        return self._is_in_vain or self._reunion.is_over
+        return self._is_in_vain or self._listener.is_over
 
     def open(self) -> bool:
         """Begin to wait; return False if this system does not support it."""
-        if not self._reunion.open():
+        if not self._listener.open():
             return False
         log.warning("the node has died; training continues while it restarts (see %s)", self._node_process.log_path)
         return True
 
-    def poll(self) -> Found | None:
+    def poll(self) -> NodeConnection | None:
         """Return the restarted node if it has connected, else None."""
         if not self._node_process.restart_if_ended(self._run):
             self._is_in_vain = True
             return None
-        found = self._reunion.poll()
+        found = self._listener.poll()
         if found is None:
             return None
         if found.manifest != self._manifest:
@@ -524,4 +524,4 @@ class RestartedNode:
 
     def close(self) -> None:
         """Stop waiting."""
-        self._reunion.close()
+        self._listener.close()

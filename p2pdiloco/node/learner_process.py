@@ -167,7 +167,7 @@ class LearnerProcess:
         heard: Callable[[learner_ipc.FromLearner], None],
         ended: Callable[[str, int], None],
         log_path: Path,
-        reunion: str,
+        socket_name: str,
         manifest: bytes | None = None,
         patience_s: float,
     ) -> None:
@@ -176,7 +176,7 @@ class LearnerProcess:
             memory_fd: memory that node and learner share.
             heard: called with each message of the learner.
             ended: called once with the reason and the exit status when the learner is gone.
-            reunion: name of the socket at which a learner of this peer waits to be adopted.
+            socket_name: name of the socket on which a learner of this peer waits to be adopted.
             manifest: the run's encoded manifest if the learner is a training script. It is sent to the script, and no
                 process is started in place of the script.
             patience_s: time to wait for a training script.
@@ -187,7 +187,7 @@ class LearnerProcess:
         self._ended = ended
         self._log_path = log_path
         self._socket: socket.socket | None = None
-        self._reunion = reunion
+        self._socket_name = socket_name
         self._manifest = manifest
         self._patience_s = patience_s
         self._process: asyncio.subprocess.Process | ProcessHandle | None = None
@@ -230,7 +230,7 @@ class LearnerProcess:
 
     def _find(self) -> socket.socket | None:
         """Return the socket to a live learner that waits for this node, or None."""
-        ours = find_learner(self._reunion, self._memory_fd)
+        ours = find_learner(self._socket_name, self._memory_fd)
         if ours is not None:
             try:
                 self._process = ProcessHandle(peer_credentials(ours)[0])

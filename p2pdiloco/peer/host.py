@@ -189,14 +189,14 @@ class StartLearner(Protocol):
         *,
         heard: Callable[[learner_ipc.FromLearner], None],
         ended: Callable[[str, int], None],
-        reunion: str,
+        socket_name: str,
         manifest: bytes | None,
         patience_s: float,
     ) -> AbstractAsyncContextManager[LearnerLife]:
         """Return a context manager for one learner.
 
-        ``heard`` gets the learner's messages. ``ended`` gets a sentence and an exit status when it is gone. ``reunion``
-        is the name under which a learner waits for its node. With a ``manifest``, the learner is a training script,
+        ``heard`` gets the learner's messages. ``ended`` gets a sentence and an exit status when it is gone. A learner
+        waits for its node on the socket ``socket_name``. With a ``manifest``, the learner is a training script,
         which has ``patience_s`` seconds to connect.
         """
 

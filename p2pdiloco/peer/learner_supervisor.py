@@ -34,7 +34,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.config import RunEnd
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId, learner_id, peer_of
 from p2pdiloco.timing import Backoff
-from p2pdiloco.training.node_reconnect import meeting_place
+from p2pdiloco.training.node_reconnect import learner_socket_name
 from p2pdiloco.util import logs
 from p2pdiloco.util.logs import short
 from p2pdiloco.wire import learner_ipc
@@ -191,8 +191,8 @@ class LearnerSupervisor:
         # The newest learner process.
         self.child: SupervisedLearner | None = None
         self._manifest = manifest if options.learner.script else None
-        # Name under which a learner of this folder waits for its node after the previous node ended.
-        self._reunion = options.learner.script or meeting_place(options.folder)
+        # Name of the socket on which a learner of this folder waits after its previous node ended.
+        self._socket_name = options.learner.script or learner_socket_name(options.folder)
         # Counts crashes in a row.
         self._losses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         # Why nothing that the learner trains can be merged; empty if it can.
@@ -233,7 +233,7 @@ class LearnerSupervisor:
                 self._arguments(child.learner),
                 heard=self._on_message,
                 ended=gone,
-                reunion=self._reunion,
+                socket_name=self._socket_name,
                 manifest=self._manifest,
                 patience_s=self._options.learner.reattach_s if self._losses.failures else SCRIPT_S,
             )
@@ -343,7 +343,7 @@ class LearnerSupervisor:
         arguments = ["--manifest", str(options.folder / "manifest.msgpack"), "--incarnation", learner]
         arguments += ["--inner-state", str(options.folder / "checkpoint" / LEARNER)]
         if options.learner.reattach_s:
-            arguments += ["--reunion", self._reunion, "--reattach-s", str(options.learner.reattach_s)]
+            arguments += ["--socket-name", self._socket_name, "--reattach-s", str(options.learner.reattach_s)]
         arguments += ["--device", options.learner.device, "--threads", str(options.learner.threads)]
         places = (
             ("--model", options.learner.model),

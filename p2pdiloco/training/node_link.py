@@ -11,9 +11,9 @@ Rules of this file:
 5. Nothing is merged that is not finite (loss or snapshot), or that the training loop doubts (``step_check.py``): such
    snapshots are NaN, which no node encodes. The beginning and the end of such a period are reported once (``Unable``),
    and again to a new node.
-6. If the socket ends, the node is dead. With a ``Reunion`` the learner trains on for a while. The next node gets all
-   progress made since then, on top of the swarm's parameters. To the swarm it is a new learner, whose counters begin
-   when the old node died. If no node comes in time, the learner ends (a script trains on alone).
+6. If the socket ends, the node is dead. With a ``NodeListener`` the learner trains on for a while. The next node
+   gets all progress made since then, on top of the swarm's parameters. To the swarm it is a new learner, whose counters
+   begin when the old node died. If no node comes in time, the learner ends (a script trains on alone).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ FAREWELL_S = 2.0
 
 
 class NewNode(Protocol):
-    """A new node that has come (``node_reconnect.Found``)."""
+    """A new node that has connected (``node_reconnect.NodeConnection``)."""
 
     def attach(self, layout: Layout) -> tuple[Vectors, Channel | RankGroupChannel]:
         """Return the node's memory and the link to it.
@@ -165,7 +165,7 @@ class NewNode(Protocol):
 
 
 class NodeSearch(Protocol):
-    """Waits for the next node of a learner that has lost its node (``node_reconnect.Reunion``,
+    """Waits for the next node of a learner that has lost its node (``node_reconnect.NodeListener``,
     ``script_node.RestartedNode``)."""
 
     @property
@@ -180,7 +180,7 @@ class NodeSearch(Protocol):
         """Begin to wait. Returns False if that is not possible."""
 
     def poll(self) -> NewNode | None:
-        """Return the node that has come, if any; the search is then closed."""
+        """Return the node that has connected, if any; the search is then closed."""
 
     def close(self) -> None:
         """Stop waiting."""
@@ -214,7 +214,7 @@ class NodeLink:
         *,
         last_step: int,
         token_budget: int = 0,
-        reunion: NodeSearch | None = None,
+        node_search: NodeSearch | None = None,
         doubt: Callable[[], str] = lambda: "",
         on_update: OnUpdate | None = None,
         evaluate: Callable[[Tensor], float] | None = None,
@@ -247,7 +247,7 @@ class NodeLink:
         self.token_budget = token_budget
         # Tokens that the run has merged of its budget.
         self.merged_tokens = 0
-        self._reunion = reunion
+        self._node_search = node_search
         self._ready: Ready | None = None
         # The learner's parameters when its node was lost. None unless a new node still has to send the swarm's.
         self._anchor: Tensor | None = None
@@ -318,7 +318,7 @@ class NodeLink:
 
     def wait(self) -> None:
         """Sleep until the node sends something, but not long. Do not call it while steps are to be made."""
-        if self._reunion is not None and self._reunion.is_open:
+        if self._node_search is not None and self._node_search.is_open:
             time.sleep(_LOOK_S)
         elif self._answers:
             time.sleep(_COPY_S)
@@ -329,8 +329,8 @@ class NodeLink:
         """Execute the node's commands, without waiting. Returns False when the learner must end."""
         if self.is_dismissed:
             return False
-        if self._reunion is not None and self._reunion.is_open:
-            return self._look_out(self._reunion)
+        if self._node_search is not None and self._node_search.is_open:
+            return self._look_for_node(self._node_search)
         self._release()
         commands = self._node.channel.exchange()
         if not self.is_training or self.is_resting:
@@ -491,7 +491,7 @@ class NodeLink:
     def _lost_node(self) -> bool:
         """Begin another life without the node, and the blocks that it assigned. Returns False if there is nothing to
         wait for."""
-        if self._reunion is None or not self.is_training or not self._reunion.open():
+        if self._node_search is None or not self.is_training or not self._node_search.open():
             return False
         if self._anchor is None:
             self._anchor = torch.empty_like(self._node.vectors.theta)
@@ -510,11 +510,11 @@ class NodeLink:
         """True if the node is lost, and no other has sent the swarm's parameters yet."""
         return self._anchor is not None
 
-    def _look_out(self, reunion: NodeSearch) -> bool:
+    def _look_for_node(self, node_search: NodeSearch) -> bool:
         """Look for the next node. Returns False when the wait is over."""
         if self.is_training and self.counts.global_step >= self.last_step:
             self.is_training = False
-        found = reunion.poll()
+        found = node_search.poll()
         if found is not None:
             self._flat.unpin(tuple(self._pinned.values()))
             self._pinned.clear()
@@ -526,7 +526,7 @@ class NodeLink:
             if self._health.problem:
                 self._node.channel.post(Unable(reason=self._health.problem))
             self.is_resting = False  # the new node sends ``Rest`` again if needed
-        if reunion.is_open and reunion.is_over:
-            reunion.close()
+        if node_search.is_open and node_search.is_over:
+            node_search.close()
             return False
         return True

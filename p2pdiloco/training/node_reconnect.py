@@ -1,9 +1,9 @@
 """Reconnects a learner whose node has died with the next node.
 
-The meeting point is a Unix socket in Linux's abstract namespace, named after the peer's folder, so it leaves no file
-behind. Containers that share the host's network share this namespace, so the name holds the folder's device and inode,
-not only its path. A visitor must be the same user, and brings the new shared memory. Its connection then is the
-learner's link. A training script first receives the run's manifest.
+The learner listens on a Unix socket in Linux's abstract namespace, which leaves no file behind. The socket is named
+after the peer's folder. Containers that share the host's network share this namespace, so the name holds the folder's
+device and inode, not only its path. The node that connects must belong to the same user, and sends the new shared
+memory. Its connection then is the learner's link. A training script first receives the run's manifest.
 
 Rules of this file:
 1. Nothing here waits: a learner polls at its step boundaries.
@@ -31,8 +31,8 @@ CONNECT_S = 0.05
 _CREDENTIALS = struct.Struct("3i")
 
 
-def meeting_place(folder: Path) -> str:
-    """Return the name of the socket at which the learner and the node of ``folder`` meet."""
+def learner_socket_name(folder: Path) -> str:
+    """Return the name of the socket on which the learner of ``folder`` waits for its next node."""
     path = folder.resolve()
     known = str(path)
     with contextlib.suppress(OSError):
@@ -40,8 +40,8 @@ def meeting_place(folder: Path) -> str:
     return f"p2pdiloco-{os.getuid()}-{digest_of(known.encode(errors='surrogateescape'))}"
 
 
-class Found:
-    """A node that has come, with its shared memory. A script also gets the run's manifest."""
+class NodeConnection:
+    """A connection from a new node, with its shared memory. A script also gets the run's manifest."""
 
     def __init__(self, connection: socket.socket, memory_fd: int, manifest: bytes = b"") -> None:
         self._connection = connection
@@ -49,7 +49,7 @@ class Found:
         self.manifest = manifest
 
     def attach(self, layout: Layout) -> tuple[SharedVectors, Channel]:
-        """Return the memory and the link that the node has brought. Call it once.
+        """Return the memory and the link that the node has sent. Call it once.
 
         Raises:
             ValueError: the memory is not that of this layout.
@@ -70,16 +70,16 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
-class Reunion:
-    """The learner's side. It is not open before its node is lost."""
+class NodeListener:
+    """Waits for the learner's next node. It is closed until the node is lost."""
 
     def __init__(self, name: str, patience_s: float, *, is_script: bool = False) -> None:
         self._address = b"\0" + name.encode()
         self._patience_s = patience_s
         self._is_script = is_script
         self._listener: socket.socket | None = None
-        self._visitor: socket.socket | None = None
-        # The shared memory that the visitor has brought.
+        self._connection: socket.socket | None = None
+        # The shared memory that came over this connection.
         self._memory_fd = -1
         self._welcome = Welcome()
         self._until = 0.0
@@ -108,48 +108,48 @@ class Reunion:
         self._listener, self._until = listener, time.monotonic() + self._patience_s
         return True
 
-    def poll(self) -> Found | None:
-        """Return the next node if it has come; the reunion is then closed."""
+    def poll(self) -> NodeConnection | None:
+        """Return the connection to the next node if there is one; the listener is then closed."""
         assert self._listener is not None
-        if self._visitor is None:
+        if self._connection is None:
             try:
-                self._visitor, _ = self._listener.accept()
+                self._connection, _ = self._listener.accept()
             except OSError:
                 return None
-            self._visitor.setblocking(False)
-            if peer_credentials(self._visitor)[1] != os.getuid():
-                self._dismiss()
+            self._connection.setblocking(False)
+            if peer_credentials(self._connection)[1] != os.getuid():
+                self._drop()
                 return None
         try:
-            if not self._has_said_all(self._visitor):
+            if not self._has_received_all(self._connection):
                 return None
         except BlockingIOError:
             return None
         except (OSError, ValueError):
-            self._dismiss()
+            self._drop()
             return None
-        found = Found(self._visitor, self._memory_fd, self._welcome.manifest)
-        self._visitor, self._memory_fd = None, -1
+        found = NodeConnection(self._connection, self._memory_fd, self._welcome.manifest)
+        self._connection, self._memory_fd = None, -1
         self.close()
         return found
 
-    def _has_said_all(self, visitor: socket.socket) -> bool:
-        """Read what the visitor has sent. Returns True when its greeting is complete.
+    def _has_received_all(self, connection: socket.socket) -> bool:
+        """Read what the node has sent. Returns True when its welcome is complete.
 
-        Raises OSError if nothing has arrived, or the visitor is gone, ValueError if it sent something else."""
+        Raises OSError if nothing has arrived, or the node is gone, ValueError if it sent something else."""
         if self._memory_fd < 0:
-            data, fds, _, _ = socket.recv_fds(visitor, 1, 1)
+            data, fds, _, _ = socket.recv_fds(connection, 1, 1)
             if not data or len(fds) != 1:
-                raise ValueError("the visitor did not send the shared memory")
+                raise ValueError("the node did not send the shared memory")
             self._memory_fd = fds[0]
         while self._is_script and (missing := self._welcome.missing()):
-            self._welcome.take(visitor.recv(missing))
+            self._welcome.take(connection.recv(missing))
         return True
 
-    def _dismiss(self) -> None:
-        if self._visitor is not None:
-            self._visitor.close()
-            self._visitor = None
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
         if self._memory_fd >= 0:
             os.close(self._memory_fd)
             self._memory_fd = -1
@@ -157,7 +157,7 @@ class Reunion:
 
     def close(self) -> None:
         """Stop waiting."""
-        self._dismiss()
+        self._drop()
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -98,8 +98,8 @@ class SimulatedChannel:
         world.at(self._reaches_at, lambda: self.incoming.append(message))
 
 
-class _Found(NamedTuple):
-    """The node's next life (``training.reunion.Found``)."""
+class _NodeConnection(NamedTuple):
+    """The node's next life (``training.node_reconnect.NodeConnection``)."""
 
     vectors: Vectors
     channel: SimulatedChannel
@@ -109,15 +109,15 @@ class _Found(NamedTuple):
         return self.vectors, self.channel
 
 
-class SimulatedReunion:
-    """Where a learner whose node has died is found (``training.reunion.Reunion``)."""
+class SimulatedNodeListener:
+    """Where a learner whose node has died is found (``training.node_reconnect.NodeListener``)."""
 
     def __init__(self, world: World, patience_s: float) -> None:
         self._world = world
         self._patience_s = patience_s
         self._until = 0.0
         self.is_open = False
-        self.visitor: _Found | None = None
+        self.incoming: _NodeConnection | None = None
 
     @property
     def is_over(self) -> bool:
@@ -129,9 +129,9 @@ class SimulatedReunion:
         self.is_open, self._until = True, self._world.now + self._patience_s
         return True
 
-    def poll(self) -> _Found | None:
+    def poll(self) -> _NodeConnection | None:
         """The node's next life, if it is there."""
-        found, self.visitor = self.visitor, None
+        found, self.incoming = self.incoming, None
         self.is_open = found is None
         return found
 
@@ -184,7 +184,7 @@ class SimulatedLearner:
         """Since its counters began."""
         setting = self._setting = world.computers[peer].setting
         self.model.flat.looks = lambda: world.random.randint(0, most) if (most := setting.copies) else 0
-        self.reunion = SimulatedReunion(world, setting.reattach_s) if setting.reattach_s else None
+        self.listener = SimulatedNodeListener(world, setting.reattach_s) if setting.reattach_s else None
         self.channel = channel
         self._blocks: deque[Block] = deque()
         """Those in hand."""
@@ -195,7 +195,7 @@ class SimulatedLearner:
             vectors,  # type: ignore[arg-type]
             channel,  # type: ignore[arg-type]
             last_step=world.manifest.config.inner.steps,
-            reunion=self.reunion,  # type: ignore[arg-type]
+            node_search=self.listener,  # type: ignore[arg-type]
             evaluate=evaluate,
             blocks=self._blocks,
         )
@@ -234,14 +234,19 @@ class SimulatedLearner:
             self.wake(IDLE_S)
             return
         before = self.link.counts.steps
-        was_lost = self.reunion is not None and self.reunion.is_open
+        was_lost = self.listener is not None and self.listener.is_open
         try:
             goes_on = self.link.boundary()
         except (RuntimeError, ValueError) as error:
             self.link.fail(str(error))
             self.exit(1, str(error))
             return
-        if not was_lost and self.reunion is not None and self.reunion.is_open and self.link.counts.steps == 0 < before:
+        if (
+            not was_lost
+            and self.listener is not None
+            and self.listener.is_open
+            and self.link.counts.steps == 0 < before
+        ):
             self.truth = Truth(len(self.world.layout.shards))  # what it makes from now on is another learner's
         if not goes_on:
             self.has_ended = True
@@ -322,7 +327,7 @@ class StartSimulatedLearner:
         *,
         heard: Callable[[learner_ipc.FromLearner], None],
         ended: Callable[[str, int], None],
-        reunion: str,
+        socket_name: str,
         manifest: bytes | None,
         patience_s: float,
     ) -> _Starting:
@@ -361,8 +366,8 @@ class _Starting:
         waiting = world.waiting_learner(host.name)
         is_adopted = waiting is not None
         if waiting is not None:
-            assert waiting.reunion is not None
-            waiting.reunion.visitor = _Found(self._vectors, self._channel)
+            assert waiting.listener is not None
+            waiting.listener.incoming = _NodeConnection(self._vectors, self._channel)
             waiting.channel = self._channel
             learner = waiting
         else:

@@ -324,9 +324,9 @@ class World:
     def waiting_learner(self, name: PeerId) -> SimulatedLearner | None:
         """One whose node has died, and that looks out for the next."""
         learner = self.learners.newest.get(name)
-        if learner is None or learner.is_dead or learner.reunion is None or not learner.reunion.is_open:
+        if learner is None or learner.is_dead or learner.listener is None or not learner.listener.is_open:
             return None
-        return learner if learner.reunion.visitor is None else None
+        return learner if learner.listener.incoming is None else None
 
     def survives_without(self, names: set[PeerId]) -> bool:
         """Whether somebody else has, or will have, all states."""

@@ -38,7 +38,7 @@ def test_only_the_nodes_own_learner_is_killed_when_it_takes_nothing(
             heard=lambda _: None,
             ended=lambda *_: None,
             log_path=tmp_path / "log",
-            reunion="nobody",
+            socket_name="nobody",
             manifest=b"run" if is_script else None,
             patience_s=1.0,
         )
@@ -78,7 +78,7 @@ def test_a_learner_whose_words_cannot_be_handled_is_ended_and_its_end_is_told(
             heard=heard,
             ended=lambda reason, status: told.set_result((reason, status)),
             log_path=tmp_path / "log",
-            reunion="p2pdiloco-nobody-is-here",
+            socket_name="p2pdiloco-nobody-is-here",
             patience_s=1.0,
         ):
             os.close(memory)
@@ -134,7 +134,7 @@ def test_a_learner_is_the_first_that_the_kernel_kills_for_memory_and_that_is_tol
             heard=lambda _: None,
             ended=lambda reason, status: told.set_result((reason, status)),
             log_path=tmp_path / "log",
-            reunion="p2pdiloco-nobody-is-here",
+            socket_name="p2pdiloco-nobody-is-here",
             patience_s=1.0,
         ) as learner:
             os.close(memory)
@@ -159,7 +159,7 @@ def test_a_script_that_never_comes_is_not_waited_for_for_ever(tmp_path: Path) ->
             heard=lambda _: None,
             ended=lambda *_: None,
             log_path=tmp_path / "log",
-            reunion="p2pdiloco-nobody-is-here",
+            socket_name="p2pdiloco-nobody-is-here",
             manifest=b"run",
             patience_s=0.3,
         ):

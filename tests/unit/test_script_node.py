@@ -29,7 +29,7 @@ from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training import founding_file, script_arguments
 from p2pdiloco.training.dataset_files import cached
-from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner, meeting_place
+from p2pdiloco.training.node_reconnect import NodeConnection, NodeListener, find_learner, learner_socket_name
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import state_home
@@ -267,20 +267,20 @@ def test_a_folder_that_was_moved_while_training_ends_no_script(
     node.release_folder()
 
 
-def test_folders_of_one_path_in_two_containers_have_meeting_places_of_their_own(tmp_path: Path) -> None:
+def test_folders_of_one_path_in_two_containers_have_socket_names_of_their_own(tmp_path: Path) -> None:
     """On the host's network they share the namespace of abstract sockets."""
     folder = tmp_path / "state"
     folder.mkdir()
-    first = meeting_place(folder)
-    assert meeting_place(tmp_path / "." / "state") == first
+    first = learner_socket_name(folder)
+    assert learner_socket_name(tmp_path / "." / "state") == first
     folder.rename(tmp_path / "other")
     folder.mkdir()
-    assert meeting_place(folder) != first
+    assert learner_socket_name(folder) != first
 
 
-def test_a_meeting_place_that_is_taken_is_told_so(tmp_path: Path) -> None:
+def test_a_socket_name_that_is_taken_is_told_so(tmp_path: Path) -> None:
     node = ScriptNode(tmp_path, NodeRequest("story", (), tmp_path / "foundation", ()))
-    taken = Reunion(node.meeting_place, 60.0, is_script=True)
+    taken = NodeListener(node.socket_name, 60.0, is_script=True)
     assert taken.open()
     with pytest.raises(ScriptNodeError, match="another process on this machine waits for the node of"):
         node.connect()
@@ -290,33 +290,33 @@ def test_a_meeting_place_that_is_taken_is_told_so(tmp_path: Path) -> None:
 
 def test_a_script_is_told_the_run_before_it_takes_the_node_however_slowly() -> None:
     name = f"p2pdiloco-test-{os.getpid()}"
-    reunion = Reunion(name, 60.0, is_script=True)
-    assert reunion.open()
+    listener = NodeListener(name, 60.0, is_script=True)
+    assert listener.open()
     welcome = learner_ipc.welcome(b"manifest" * 100)
     with visit(name) as connection:
         for byte in welcome[:-1]:
-            assert reunion.poll() is None
+            assert listener.poll() is None
             connection.send(bytes([byte]))
-        assert reunion.poll() is None
+        assert listener.poll() is None
         connection.send(welcome[-1:] + learner_ipc.encode(learner_ipc.Pause()))
-        found = reunion.poll()
-    assert isinstance(found, Found)
+        found = listener.poll()
+    assert isinstance(found, NodeConnection)
     assert found.manifest == b"manifest" * 100
-    assert not reunion.is_open
+    assert not listener.is_open
     found.dismiss()
 
 
 def test_a_node_that_leaves_in_its_welcome_is_forgotten_and_the_next_is_heard() -> None:
     name = f"p2pdiloco-test-{os.getpid()}-again"
-    reunion = Reunion(name, 60.0, is_script=True)
-    assert reunion.open()
+    listener = NodeListener(name, 60.0, is_script=True)
+    assert listener.open()
     with visit(name) as connection:
         connection.send(learner_ipc.welcome(b"first")[:-1])
-        assert reunion.poll() is None
-    assert reunion.poll() is None
+        assert listener.poll() is None
+    assert listener.poll() is None
     with visit(name) as connection:
         connection.send(learner_ipc.welcome(b"second"))
-        found = reunion.poll()
+        found = listener.poll()
     assert found is not None
     assert found.manifest == b"second"
     found.dismiss()
@@ -324,13 +324,13 @@ def test_a_node_that_leaves_in_its_welcome_is_forgotten_and_the_next_is_heard() 
 
 def test_a_welcome_that_claims_too_much_is_refused_before_it_is_read() -> None:
     name = f"p2pdiloco-test-{os.getpid()}-large"
-    reunion = Reunion(name, 60.0, is_script=True)
-    assert reunion.open()
+    listener = NodeListener(name, 60.0, is_script=True)
+    assert listener.open()
     with visit(name) as connection:
         connection.send(b"\xff\xff\xff\xff")
-        assert reunion.poll() is None
-        assert reunion._visitor is None
-    reunion.close()
+        assert listener.poll() is None
+        assert listener._connection is None
+    listener.close()
 
 
 def test_the_node_of_a_large_model_is_waited_for_longer() -> None:

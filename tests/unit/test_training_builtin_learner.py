@@ -410,8 +410,8 @@ def test_the_inner_optimizer_outlives_a_life(start: Callable[..., Node], tmp_pat
     assert node.until(learner_ipc.Ready).inner_steps == 0
 
 
-REUNION = f"p2pdiloco-unit-test-{os.getpid()}"
-WAITS = ("--reunion", REUNION, "--reattach-s", "60")
+SOCKET_NAME = f"p2pdiloco-unit-test-{os.getpid()}"
+WAITS = ("--socket-name", SOCKET_NAME, "--reattach-s", "60")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="abstract Unix sockets are Linux's")
@@ -428,7 +428,7 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
 
     vectors = SharedVectors.create(node.layout.elements, ring_elements(node.layout))
     deadline = time.monotonic() + DEADLINE_S
-    while (found := find_learner(REUNION, vectors.fd)) is None:
+    while (found := find_learner(SOCKET_NAME, vectors.fd)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     node.socket, node.vectors, node.seen, node.unread = found, vectors, [], 0
@@ -450,7 +450,7 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
     assert node.end() == 0
 
 
-@pytest.mark.parametrize("extra", [(), ("--reunion", REUNION, "--reattach-s", "0.3")])
+@pytest.mark.parametrize("extra", [(), ("--socket-name", SOCKET_NAME, "--reattach-s", "0.3")])
 def test_a_learner_that_nobody_finds_ends(start: Callable[..., Node], extra: tuple[str, ...]) -> None:
     node = start(*extra)
     node.until(learner_ipc.Ready)
@@ -458,7 +458,7 @@ def test_a_learner_that_nobody_finds_ends(start: Callable[..., Node], extra: tup
     node.until(learner_ipc.Progress)
     node.socket.close()
     assert node.process.wait(DEADLINE_S) == 0
-    assert find_learner(REUNION, node.vectors.fd) is None
+    assert find_learner(SOCKET_NAME, node.vectors.fd) is None
 
 
 def test_a_learner_that_never_trained_ends_with_its_node(start: Callable[..., Node]) -> None:

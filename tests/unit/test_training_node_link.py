@@ -19,7 +19,7 @@ from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import make_layout
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.node_link import NodeLink
-from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Reunion, find_learner
+from p2pdiloco.training.node_reconnect import IS_POSSIBLE, NodeListener, find_learner
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.wire import learner_ipc
@@ -43,7 +43,7 @@ class SlowParameters(FlatParameters):
 class Bench:
     """The learner's side, and this test as the node."""
 
-    def __init__(self, reunion: Reunion | None = None) -> None:
+    def __init__(self, listener: NodeListener | None = None) -> None:
         model = nn.Linear(4, 3)
         named = list(model.named_parameters())
         tensors = tensor_specs([(name, p.shape, False) for name, p in named], 2, math.inf)  # none is cut
@@ -63,7 +63,7 @@ class Bench:
             self.vectors,
             Channel(theirs),
             last_step=1000,
-            reunion=reunion,
+            node_search=listener,
             doubt=lambda: self.doubt,
             evaluate=lambda theta: float(theta.sum()),
             save=self._save,
@@ -212,7 +212,7 @@ def test_what_the_training_loop_doubts_is_told_and_given_to_nobody_until_it_is_o
 def test_a_nodes_next_life_hears_that_nothing_can_be_merged(tmp_path: Path) -> None:
     """The last one has taken the word with it."""
     name = f"p2pdiloco-test-doubt-{tmp_path}"
-    bench = Bench(Reunion(name, patience_s=60.0))
+    bench = Bench(NodeListener(name, patience_s=60.0))
     bench.flat.is_slow = False
     bench.link.greet(device="cpu")
     bench.do(*bench.load(0))
@@ -301,7 +301,7 @@ def test_answers_that_do_not_fit_into_the_socket_come_later_and_whole(bench: Ben
 def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice(tmp_path: Path) -> None:
     """To the swarm it is a new learner: tokens from before the loss were the last one's, of which some were merged."""
     name = f"p2pdiloco-test-{tmp_path}"
-    bench = Bench(Reunion(name, patience_s=60.0))
+    bench = Bench(NodeListener(name, patience_s=60.0))
     try:
         bench.link.greet(device="cpu")
         bench.do(*bench.load(7))
@@ -439,7 +439,7 @@ def test_it_ends_when_it_is_told_to_and_when_its_node_is_dead() -> None:
 @pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
 def test_a_learner_that_nobody_finds_in_time_ends_and_one_that_does_not_train_ends_at_once(tmp_path: Path) -> None:
     for is_loaded, lasts in ((True, True), (False, False)):
-        bench = Bench(Reunion(f"p2pdiloco-test-{tmp_path}-{is_loaded}", patience_s=0.0))
+        bench = Bench(NodeListener(f"p2pdiloco-test-{tmp_path}-{is_loaded}", patience_s=0.0))
         bench.flat.is_slow = False
         if is_loaded:
             bench.do(*bench.load(0))
@@ -490,7 +490,7 @@ def adopt(
 @pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
 def test_a_learner_that_loses_its_node_twice_keeps_what_it_made_since_the_second_time(tmp_path: Path) -> None:
     name = f"p2pdiloco-test-twice-{tmp_path}"
-    bench = Bench(Reunion(name, patience_s=60.0))
+    bench = Bench(NodeListener(name, patience_s=60.0))
     bench.flat.is_slow = False
     bench.link.greet(device="cpu")
     bench.do(*bench.load(0))
@@ -511,7 +511,7 @@ def test_a_learner_that_loses_its_node_twice_keeps_what_it_made_since_the_second
 def test_a_learner_whose_next_node_dies_while_it_gives_the_parameters_keeps_all_progress(tmp_path: Path) -> None:
     """Some shards have the second node's parameters then, others what the first had given."""
     name = f"p2pdiloco-test-thrice-{tmp_path}"
-    bench = Bench(Reunion(name, patience_s=60.0))
+    bench = Bench(NodeListener(name, patience_s=60.0))
     bench.flat.is_slow = False
     bench.link.greet(device="cpu")
     bench.vectors.shift.fill_(7.0)
@@ -551,7 +551,7 @@ def test_who_reached_the_runs_end_alone_trains_on_where_its_nodes_next_life_says
 ) -> None:
     """A node that comes back to an older state must not hear that its learner has paused when that has just begun."""
     name = f"p2pdiloco-test-end-{step}-{is_found_first}-{tmp_path}"
-    bench = Bench(Reunion(name, patience_s=60.0))
+    bench = Bench(NodeListener(name, patience_s=60.0))
     bench.flat.is_slow = False
     bench.link.greet(device="cpu")
     bench.do(*bench.load(998))
@@ -578,33 +578,33 @@ def test_who_reached_the_runs_end_alone_trains_on_where_its_nodes_next_life_says
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="abstract Unix sockets are Linux's")
-def test_a_visitor_that_brings_no_memory_is_sent_away_and_the_next_is_heard(tmp_path: Path) -> None:
+def test_a_connection_that_sends_no_memory_is_closed_and_the_next_is_heard(tmp_path: Path) -> None:
     name = f"p2pdiloco-test-visitors-{tmp_path}"
-    reunion = Reunion(name, patience_s=60.0)
-    assert reunion.open()
-    assert not Reunion(name, patience_s=60.0).open(), "one at a time"
+    listener = NodeListener(name, patience_s=60.0)
+    assert listener.open()
+    assert not NodeListener(name, patience_s=60.0).open(), "one at a time"
     for says in (b"m", b"", None):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as visitor:
             visitor.connect(b"\0" + name.encode())
             if says is None:
-                assert reunion.poll() is None, "it says nothing yet"
-                assert reunion.poll() is None
+                assert listener.poll() is None, "it says nothing yet"
+                assert listener.poll() is None
                 continue
             if says:
                 visitor.sendall(says)
             else:
                 visitor.shutdown(socket.SHUT_WR)
-            assert reunion.poll() is None
+            assert listener.poll() is None
             visitor.settimeout(10.0)
             assert visitor.recv(1) == b"", "it is sent away"
-    assert reunion.poll() is None, "the last one has gone"
+    assert listener.poll() is None, "the last one has gone"
     layout = make_layout(tensor_specs([("all", torch.Size((15,)), False)], 1), 1, 1024, "rda")
     with SharedVectors.create(15) as memory:
         connection = find_learner(name, memory.fd)
         assert connection is not None
-        found = reunion.poll()
+        found = listener.poll()
         assert found is not None
-        assert not reunion.is_open
+        assert not listener.is_open
         vectors, _ = found.attach(layout)
         memory.shift.fill_(7.0)
         assert torch.equal(vectors.shift, memory.shift), "both have the same memory"

@@ -110,7 +110,7 @@ class StageHost:
     # -- the learner
 
     def start_learner(
-        self, arguments: Sequence[str], *, heard: Any, ended: Any, reunion: str, manifest: Any, patience_s: float
+        self, arguments: Sequence[str], *, heard: Any, ended: Any, socket_name: str, manifest: Any, patience_s: float
     ) -> Learner:
         self._member.arguments = list(arguments)
         return Learner(self._member, heard, ended)
