@@ -138,7 +138,7 @@ async def start_from_script(
     initial: InitialState | None = new
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_without_needless_peers, directory_options, options, manifest)
-        if manifest.run in await asyncio.to_thread(RunStore(options.folder).standings):
+        if manifest.run in await asyncio.to_thread(RunStore(options.folder).saved_runs):
             new.take()  # free version 0 before a checkpoint is read, since two models need twice the memory
             initial = None
         async with open_directory(identity, directory_options, options.folder, run=manifest.run) as directory:
@@ -318,8 +318,8 @@ def _unfinished_run(
         return None
     if mine is None and wanted is None and not has_met(options.folder, peers):
         return None
-    found = RunStore(options.folder).standings(wanted if mine is None else mine.run)
-    here = [standing.manifest for standing in found.values() if not standing.is_finished]
+    found = RunStore(options.folder).saved_runs(wanted if mine is None else mine.run)
+    here = [saved.manifest for saved in found.values() if not saved.is_finished]
     return here[0] if len(here) == 1 else None
 
 
@@ -327,8 +327,8 @@ def _patience_s(manifest: Manifest, options: PeerOptions, folders: Sequence[Path
     """Return how many seconds a peer with a state of the run waits for other peers.
 
     A training script does not wait: it continues alone, and the others find it."""
-    standing = RunStore(options.folder, *folders).standings().get(manifest.run)
-    return 0.0 if standing is None or standing.is_finished or options.learner.script else WAKE_S
+    saved = RunStore(options.folder, *folders).saved_runs().get(manifest.run)
+    return 0.0 if saved is None or saved.is_finished or options.learner.script else WAKE_S
 
 
 def _without_needless_peers(

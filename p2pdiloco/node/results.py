@@ -95,7 +95,7 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
     folders = [Path(source) if is_folder else state]
     below = peers_below(folders[0])
     name = wanted if is_folder else source
-    if below and not RunStore(*folders).standings(name) and RunStore(*below).standings(name):
+    if below and not RunStore(*folders).saved_runs(name) and RunStore(*below).saved_runs(name):
         folders = below
     try:
         manifest = RunStore(*folders).choose(name)
@@ -112,7 +112,7 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
 
 def _is_export_of(source: str, state: Path) -> bool:
     """Return whether a folder has no run, but the name of a run in ``state``, as ``p2pdiloco export`` makes them."""
-    return not RunStore(Path(source)).standings() and bool(RunStore(state, *peers_below(state)).standings(source))
+    return not RunStore(Path(source)).saved_runs() and bool(RunStore(state, *peers_below(state)).saved_runs(source))
 
 
 def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False, has_budget: bool = False) -> Farewell:

@@ -65,8 +65,8 @@ class NameTakenError(UserError):
     """The run cannot be founded under its name. The message says why, and what to do."""
 
 
-class Standing(NamedTuple):
-    """Progress of a run according to its heaviest checkpoint."""
+class SavedRun(NamedTuple):
+    """A run with checkpoints here, and its progress by the heaviest of them."""
 
     manifest: Manifest
     weight: int
@@ -117,20 +117,20 @@ class RunStore:
         """``folders``: state folders, the peer's own one first."""
         self._folders = folders
 
-    def standings(self, wanted: str | None = None) -> dict[RunId, Standing]:
-        """Return the progress of the runs that match ``wanted``. Reads only the indices of checkpoints."""
-        found: dict[RunId, Standing] = {}
+    def saved_runs(self, wanted: str | None = None) -> dict[RunId, SavedRun]:
+        """Return the runs that match ``wanted``. Reads only the indices of checkpoints."""
+        found: dict[RunId, SavedRun] = {}
         for place in places(self._folders):
             for _, index in indices(place):
-                standing = _standing(place, index)
-                if standing is not None and (index.run not in found or standing.weight > found[index.run].weight):
-                    found[index.run] = standing
+                saved = _saved_run(place, index)
+                if saved is not None and (index.run not in found or saved.weight > found[index.run].weight):
+                    found[index.run] = saved
         return {run: one for run, one in found.items() if is_meant(wanted, one.manifest.config.name, run)}
 
     def is_finished(self, run: RunId) -> bool:
         """Return whether there is a state of the run after its last step."""
-        standing = self.standings().get(run)
-        return standing is not None and standing.is_finished
+        saved = self.saved_runs().get(run)
+        return saved is not None and saved.is_finished
 
     def choose(self, wanted: str | None) -> Manifest:
         """Return the manifest of the run that matches ``wanted``.
@@ -138,9 +138,9 @@ class RunStore:
         Raises:
             CheckpointError: there is none, or there are several.
         """
-        found = self.standings(wanted)
+        found = self.saved_runs(wanted)
         if not found:
-            every = self.standings()
+            every = self.saved_runs()
             if not every:
                 load_all(self._folders)  # raises if there are checkpoints that cannot be read
             raise CheckpointError(f"there is no checkpoint of a run {wanted!r}: --run is one of {_names(every)}")
@@ -154,7 +154,7 @@ class RunStore:
         Raises:
             NameTakenError: there is an unfinished run of that name with another configuration.
         """
-        alike = [s for s in self.standings().values() if s.manifest.config.name == config.name]
+        alike = [s for s in self.saved_runs().values() if s.manifest.config.name == config.name]
         same = [s for s in alike if is_founded_from(s.manifest.config, config)]
         if same:
             return max(same, key=lambda s: (not s.is_finished, s.weight)).manifest
@@ -177,7 +177,7 @@ class RunStore:
             CheckpointError: there are checkpoints, but none can be used.
         """
         own = folder_of(self._folders[0], manifest.run)
-        if manifest.run in self.standings():
+        if manifest.run in self.saved_runs():
             best = best_of(load_all(self._folders, manifest.run))
             LOCAL.remove_folder(own / state_client.INCOMING)  # an older download, which nothing would read again
             return InitialState(best.shards, best.theta, best.momentum)
@@ -206,15 +206,15 @@ def describe_state(manifest: Manifest, state: InitialState) -> str:
     )
 
 
-def _names(found: dict[RunId, Standing]) -> str:
+def _names(found: dict[RunId, SavedRun]) -> str:
     return ", ".join(sorted(f"{one.manifest.config.name} ({run[:12]})" for run, one in found.items()))
 
 
-def _standing(place: Path, index: Index) -> Standing | None:
+def _saved_run(place: Path, index: Index) -> SavedRun | None:
     try:
         manifest = read_manifest(place, index.run)
     except (OSError, ValueError) as error:
         log.warning("checkpoints without a readable manifest are ignored", folder=place, reason=str(error))
         return None
     step = max(proof.state.step for proof in index.shards)
-    return Standing(manifest, index.weight, step, known_end(manifest, place.parent).steps)
+    return SavedRun(manifest, index.weight, step, known_end(manifest, place.parent).steps)

@@ -271,7 +271,7 @@ def test_a_spoilt_manifest_hides_no_checkpoint(tmp_path: Path) -> None:
     with hold(tmp_path / "state", MANIFEST):
         assert (folder / "manifest.msgpack").read_bytes() == MANIFEST.encode(), "a second copy"
     (folder / "checkpoint" / "manifest.msgpack").write_bytes(b"spoilt")
-    assert RunStore(tmp_path / "state").standings()[MANIFEST.run].step == 12
+    assert RunStore(tmp_path / "state").saved_runs()[MANIFEST.run].step == 12
     assert RunStore(tmp_path / "state").load_state(MANIFEST) is not None
     assert RunStore(tmp_path / "state").founded_from(MANIFEST.config) == MANIFEST
     (folder / "manifest.msgpack").write_bytes(make_manifest(seed=9).encode())
@@ -298,8 +298,8 @@ def test_spoilt_checkpoints_are_no_reason_to_begin_again(tmp_path: Path) -> None
 
 def test_a_finished_run_is_known_as_such(tmp_path: Path) -> None:
     with_checkpoint(tmp_path / "state", STEPS // 4)
-    standing = RunStore(tmp_path / "state").standings()[MANIFEST.run]
-    assert standing.is_finished
+    saved = RunStore(tmp_path / "state").saved_runs()[MANIFEST.run]
+    assert saved.is_finished
     assert RunStore(tmp_path / "state").founded_from(MANIFEST.config) == MANIFEST
     own = RunStore(tmp_path / "state").load_state(MANIFEST)
     assert own is not None

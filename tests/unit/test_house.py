@@ -18,7 +18,7 @@ TWO_SIDES = """
 """
 """Classes of one name and one meaning in two places: what the machine says and what its learner is told, a world that
 is real and one that is simulated."""
-TWO_MEANINGS = "Blocks Chain Part Piece Role Standing"
+TWO_MEANINGS = "Blocks Chain Part Piece Role"
 """Classes of one name and two meanings, still."""
 CIRCLES = {
     frozenset({"training.multi_rank", "training.node_link"}),
