@@ -42,7 +42,7 @@ from p2pdiloco.training.evaluation import excerpt, given_samples, held_out_loss
 from p2pdiloco.training.learner_options import be_nice, parser_of_a_learner, setting
 from p2pdiloco.training.models import build, vocabulary
 from p2pdiloco.training.node_reconnect import NodeListener
-from p2pdiloco.training.optimizer_state import InnerStateError, Keeper, put, take
+from p2pdiloco.training.optimizer_state import InnerStateError, InnerStateFile, put, take
 from p2pdiloco.training.optimizers import inner_optimizers, inner_step
 from p2pdiloco.training.thread_tuning import ThreadChoice
 from p2pdiloco.util import logs
@@ -62,7 +62,7 @@ class Learner:
         incarnation: str,
         device: str | torch.device = "cpu",
         base: str | None = None,
-        keeper: Keeper | None = None,
+        inner_state_file: InnerStateFile | None = None,
         threads: ThreadChoice | None = None,
     ) -> None:
         """``incarnation`` names this life and seeds the order of its data. Use the learner's whole ID, so that no two
@@ -87,7 +87,7 @@ class Learner:
         self._supply = DataSupply(manifest, corpus, incarnation, node.blocks)
         self.model = build(config.model, config.seed, manifest.tensors, base).to(self._device)
         self._optimizers = inner_optimizers(self.model, config.inner)
-        self._keeper = keeper
+        self._inner_state_file = inner_state_file
         # A save was requested while the previous one was being written.
         self._is_save_due = False
         # Steps of the inner optimizer, including earlier lives.
@@ -113,12 +113,12 @@ class Learner:
         """
         with self._outer as outer:
             while outer.wait():
-                if self._keeper is not None and self._keeper.trouble:
-                    self._node.tell(Trouble(reason=self._keeper.trouble))
-                    self._keeper.trouble = ""
+                if self._inner_state_file is not None and self._inner_state_file.trouble:
+                    self._node.tell(Trouble(reason=self._inner_state_file.trouble))
+                    self._inner_state_file.trouble = ""
                 self._step()
-        if self._keeper is not None and self._is_save_due:
-            self._keeper.join()
+        if self._inner_state_file is not None and self._is_save_due:
+            self._inner_state_file.join()
             self._save()
 
     def _step(self) -> None:
@@ -147,7 +147,7 @@ class Learner:
     def _restore(self) -> None:
         """Continue with the saved state of the inner optimizer, if there is one."""
         try:
-            taken = None if self._keeper is None else self._keeper.read()
+            taken = None if self._inner_state_file is None else self._inner_state_file.read()
             if taken is not None:
                 self._inner_steps = put(taken, self._optimizers, self._supply.windows)
         except InnerStateError as error:
@@ -156,10 +156,10 @@ class Learner:
 
     def _save(self) -> None:
         """Save the inner optimizer's state in the background."""
-        if self._keeper is not None:
-            self._is_save_due = self._keeper.is_busy
+        if self._inner_state_file is not None:
+            self._is_save_due = self._inner_state_file.is_busy
             if not self._is_save_due:
-                self._keeper.keep(take(self._optimizers, self._supply.windows, self._inner_steps))
+                self._inner_state_file.keep(take(self._optimizers, self._supply.windows, self._inner_steps))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -215,7 +215,7 @@ def _build(options: argparse.Namespace, node: ParentNode) -> Learner:
         device=device,
         base=options.model,
         threads=ThreadChoice(torch.get_num_threads()) if device.type == "cpu" and not options.threads else None,
-        keeper=None if options.inner_state is None else Keeper(options.inner_state),
+        inner_state_file=None if options.inner_state is None else InnerStateFile(options.inner_state),
     )
 
 

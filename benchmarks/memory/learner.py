@@ -33,7 +33,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.script_node import ParentNode
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import build_model, named_tensors
-from p2pdiloco.training.optimizer_state import Keeper
+from p2pdiloco.training.optimizer_state import InnerStateFile
 from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.wire import learner_ipc
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         described.write_bytes(manifest.encode())
         corpus = Corpus(train=text, held_out=text[: 1 << 12])
         node = ParentNode(described, theirs, vectors.fd)
-        learner = Learner(node, manifest, corpus, incarnation="memory/1", keeper=Keeper(path))
+        learner = Learner(node, manifest, corpus, incarnation="memory/1", inner_state_file=InnerStateFile(path))
         vectors.theta.normal_(std=0.02)
         vectors.shift[: layout.elements] = vectors.theta
         told = threading.Thread(target=script, args=(ScriptedNode(ours), layout, path, found), name="node")

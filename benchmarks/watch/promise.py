@@ -31,8 +31,8 @@ def promised(address: str, folder: Path) -> float:
     """Tokens a second, by ``doctor``."""
     command = [sys.executable, "-m", "p2pdiloco", "doctor", address, "--json", "--threads", "1", "--state", str(folder)]
     told = json.loads(subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S).stdout)
-    (gift,) = told["would_give"].values()
-    return float(gift["tokens_per_s"])
+    (estimate,) = told["would_give"].values()
+    return float(estimate["tokens_per_s"])
 
 
 def reached(swarm: Swarm, name: str, address: str, seconds: float) -> float:

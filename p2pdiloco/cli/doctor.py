@@ -15,7 +15,7 @@ from p2pdiloco.cli.errors import FAILED
 from p2pdiloco.discovery.dht import CLOCK
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.node import diagnostics
-from p2pdiloco.node.diagnostics import Finding, Gift
+from p2pdiloco.node.diagnostics import Finding, MachineEstimate
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.swarm.credentials import CredentialsError
@@ -35,20 +35,20 @@ async def run(arguments: argparse.Namespace) -> int:
     findings = diagnostics.checked_here(arguments.state, arguments.device)
     around, runs = await _directory(arguments)
     findings += around
-    gifts: dict[str, Gift] = {}
+    estimates: dict[str, MachineEstimate] = {}
     for answers in runs:
-        told, gift = await _run(answers, arguments)
+        told, estimate = await _run(answers, arguments)
         findings += told
-        if gift is not None:
-            gifts[answers.run] = gift
-    show(findings, gifts, as_json=arguments.json)
+        if estimate is not None:
+            estimates[answers.run] = estimate
+    show(findings, estimates, as_json=arguments.json)
     return FAILED if any(finding.verdict == "failure" for finding in findings) else 0
 
 
-def show(findings: list[Finding], gifts: dict[str, Gift], *, as_json: bool) -> None:
+def show(findings: list[Finding], estimates: dict[str, MachineEstimate], *, as_json: bool) -> None:
     """Print the findings for people or programs."""
     if as_json:
-        print(json.dumps(msgspec.to_builtins({"findings": findings, "would_give": gifts})))
+        print(json.dumps(msgspec.to_builtins({"findings": findings, "would_give": estimates})))
     else:
         _print(findings)
 
@@ -102,7 +102,7 @@ async def _reach(directory: Directory, listen: tuple[str, ...]) -> Finding:
     return Finding("ok" if is_dialable else "note", "reach", sentence)
 
 
-async def _run(answers: RunAnswer, arguments: argparse.Namespace) -> tuple[list[Finding], Gift | None]:
+async def _run(answers: RunAnswer, arguments: argparse.Namespace) -> tuple[list[Finding], MachineEstimate | None]:
     name = f"run {answers.record.name}"
     if answers.trouble:
         return [Finding("failure", name, answers.trouble, "is its port forwarded and open?")], None
@@ -128,5 +128,5 @@ async def _run(answers: RunAnswer, arguments: argparse.Namespace) -> tuple[list[
         threads=arguments.threads,
     )
     trial = await diagnostics.tried(manifest, learner, arguments.seconds) if arguments.seconds else None
-    told, gift = diagnostics.judged(manifest, trial, peers, arguments.state)
-    return findings + told, gift
+    told, estimate = diagnostics.judged(manifest, trial, peers, arguments.state)
+    return findings + told, estimate

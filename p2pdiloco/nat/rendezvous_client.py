@@ -48,7 +48,7 @@ CALL_BURST, CALLS_PER_S = 40, 80 / 60
 CALLS_AT_ONCE = 16
 
 
-class Attendance(Struct, frozen=True):
+class Registration(Struct, frozen=True):
     """A rendezvous server with which this peer is registered, and the server's observation of this peer."""
 
     address: str
@@ -81,9 +81,9 @@ class RendezvousClient:
         self._is_member = is_member
         self._points_of = points_of
         self._congestion = TransportLimits().congestion
-        self.attended: dict[PeerId, Attendance] = {}
+        self.attended: dict[PeerId, Registration] = {}
         # The servers that disconnected last. Their observations count while none is attended.
-        self._left: dict[PeerId, Attendance] = {}
+        self._left: dict[PeerId, Registration] = {}
         self._calls = TokenBucket(burst=CALL_BURST, per_s=CALLS_PER_S)
         self._coming = 0
         # Number of open requests by server. A connection outside the run is closed with the last one.
@@ -106,7 +106,7 @@ class RendezvousClient:
 
     async def attend(
         self, text: str, ports: tuple[int, ...], token: bytes, elsewhere: tuple[str, ...] = ()
-    ) -> Attendance:
+    ) -> Registration:
         """Register with the rendezvous server at ``text``, which may then call this peer.
 
         ports: ports that the server dials back.
@@ -125,8 +125,8 @@ class RendezvousClient:
                 )
             except (RequestError, ValueError) as error:
                 raise DialError(f"rendezvous server {where}: {error}") from error
-            attendance = self.attended[point.peer] = Attendance(text, observation, elsewhere)
-            return attendance
+            registration = self.attended[point.peer] = Registration(text, observation, elsewhere)
+            return registration
 
     def forget_disconnected(self) -> None:
         """Forget attended rendezvous servers whose connection has ended."""
@@ -222,12 +222,12 @@ class RendezvousClient:
 
     async def _answer_call(self, point: PeerId, request: intro.Called) -> Answer:
         """Follow a call by the server ``point``, or refuse it: another peer wants to connect."""
-        attendance = self.attended.get(point)
-        if attendance is None:
+        registration = self.attended.get(point)
+        if registration is None:
             raise RequestRefused("this peer is not registered here")
         if self._coming >= CALLS_AT_ONCE or not self._calls.take(asyncio.get_running_loop().time()):
             raise RequestRefused("this peer's rate limit for calls is reached")
-        where = self._address_of(self._parse_point(attendance.address), point)
+        where = self._address_of(self._parse_point(registration.address), point)
         self._tasks.spawn(self._come_to_meeting(where, point, request), name="come to a meeting")
         return Answer(b"")
 

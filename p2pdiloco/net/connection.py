@@ -25,7 +25,7 @@ from p2pdiloco.net.events import Closing, ConnectionId, Failed, Proved
 from p2pdiloco.net.frames import (
     HANDSHAKE_KINDS,
     FrameKind,
-    Parting,
+    GoodbyeCode,
     decode_goodbye,
     encode_frame,
     encode_goodbye,
@@ -171,7 +171,7 @@ class Connection:
         if self._end.over is not None:
             return
         self.is_paused = False
-        self._handshake = self._context.greeter.handshake(self.role, fingerprint, self._dialled)
+        self._handshake = self._context.handshake_factory.handshake(self.role, fingerprint, self._dialled)
         self.local = self._handshake.hello
         self._set_deadline(self._context.limits.handshake_s, "the handshake took too long")
         self.session.send_frame(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
@@ -207,13 +207,13 @@ class Connection:
         self._set_deadline(self._context.limits.retire_s, "the duplicate connection did not finish in time")
         self._context.touch(self.id)
 
-    def close(self, parting: Parting, reason: str) -> None:
+    def close(self, code: GoodbyeCode, reason: str) -> None:
         """Send queued data, then GOODBYE, then close; all within ``part_s``."""
         if self.is_ending:
             return
         self._end.parting = reason
         self._set_deadline(self._context.limits.part_s, reason)
-        self._end.goodbye = encode_goodbye(parting, reason)
+        self._end.goodbye = encode_goodbye(code, reason)
         self.session.takes_parts = not self.session.is_lane
         self._context.touch(self.id)
 
@@ -225,15 +225,15 @@ class Connection:
             self._set_deadline(None)
             self._context.emit(Closing(self.id, is_flushed=False))
 
-    def turn_away(self, parting: Parting, reason: str) -> None:
+    def turn_away(self, code: GoodbyeCode, reason: str) -> None:
         """Refuse a connection that has not served yet: send the reason and read nothing more."""
         self._stop_listening()
-        self.close(parting, reason)
+        self.close(code, reason)
 
     def break_off(self, reason: str) -> None:
         """Close because the peer broke the rules: send the reason, drop queued data, and read nothing more."""
         self.session.drop_queued()
-        self.turn_away(Parting.BROKEN, reason)
+        self.turn_away(GoodbyeCode.BROKEN, reason)
 
     def buffer(self) -> memoryview:
         """Return memory for the next received bytes. It is never empty and valid until ``advance``."""
@@ -279,7 +279,7 @@ class Connection:
         except HandshakeError as error:
             self._fail_handshake(error)
             self._stop_listening()
-            self.close(Parting.REFUSED, str(error))
+            self.close(GoodbyeCode.REFUSED, str(error))
         return self.has_unread
 
     @property
@@ -304,7 +304,9 @@ class Connection:
             self._close_socket(end.reason)
         elif end.is_retiring and session.is_idle:
             if end.record_retired("us"):
-                session.send_frame(encode_goodbye(Parting.DUPLICATE, "another connection between the two peers stays"))
+                session.send_frame(
+                    encode_goodbye(GoodbyeCode.DUPLICATE, "another connection between the two peers stays")
+                )
             else:
                 self._close_if_both_retired()
 
@@ -340,8 +342,8 @@ class Connection:
             case _:
                 self._handle_goodbye(*decode_goodbye(body))
 
-    def _handle_goodbye(self, parting: Parting, reason: str) -> None:
-        if parting is Parting.DUPLICATE and self.remote is not None:
+    def _handle_goodbye(self, code: GoodbyeCode, reason: str) -> None:
+        if code is GoodbyeCode.DUPLICATE and self.remote is not None:
             self._end.record_retired("them")
             if not self._end.is_retiring:
                 # The other connection may still be on its way here. Until it arrives, this one serves.

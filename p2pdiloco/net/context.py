@@ -13,7 +13,7 @@ from enum import Enum
 from p2pdiloco.net.abuse_limits import Reputation
 from p2pdiloco.net.events import ConnectionId, Event
 from p2pdiloco.net.flow_control import Granter, Grants
-from p2pdiloco.net.handshake import Greeter
+from p2pdiloco.net.handshake import HandshakeFactory
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.net.traffic_shaping import Shaper
 from p2pdiloco.timing import Timers
@@ -36,9 +36,9 @@ class Due(Enum):
 class EndpointContext:
     """State that all connections of one endpoint share: limits, budgets, memory, events and deadlines."""
 
-    def __init__(self, greeter: Greeter, limits: TransportLimits) -> None:
+    def __init__(self, handshake_factory: HandshakeFactory, limits: TransportLimits) -> None:
         self.limits = limits.connection
-        self.greeter = greeter
+        self.handshake_factory = handshake_factory
         self.blocks = Blocks(limit_bytes=limits.reused_bytes)
         self.shaper: Shaper[ConnectionId] = Shaper(None if limits.up_bytes_per_s == "auto" else limits.up_bytes_per_s)
         self.grants = Grants(

@@ -67,8 +67,8 @@ from p2pdiloco.net.events import (
     TwinRefused,
 )
 from p2pdiloco.net.flow_control import Account
-from p2pdiloco.net.frames import FrameError, Parting
-from p2pdiloco.net.handshake import ANYBODY, Dialled, Greeter, Role
+from p2pdiloco.net.frames import FrameError, GoodbyeCode
+from p2pdiloco.net.handshake import ANYBODY, Dialled, HandshakeFactory, Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.path_monitor import PathMonitor
 from p2pdiloco.net.send_queue import Slice
@@ -149,10 +149,10 @@ class Peers:
         """Decide the role of a connection whose peer is proved. Return whether it serves from now on."""
         peer, old = connection.peer, self.serving.get(connection.peer)
         if self.is_leaving:
-            connection.turn_away(Parting.LEAVING, LEAVING)
+            connection.turn_away(GoodbyeCode.LEAVING, LEAVING)
         elif self._context.scores.is_shut_out(peer, self._context.now):
             connection.turn_away(
-                Parting.BROKEN, "you sent too much data that could not be parsed; try again in a minute"
+                GoodbyeCode.BROKEN, "you sent too much data that could not be parsed; try again in a minute"
             )
         elif connection.greeting.lane:
             self._bind_lane(connection, old)
@@ -164,7 +164,7 @@ class Peers:
                 return self._replace(old, connection)
             if self._past.note_conflict(peer):
                 self._context.emit(TwinRefused(connection.id, old.id))
-            connection.turn_away(Parting.LEAVING, TWIN)
+            connection.turn_away(GoodbyeCode.LEAVING, TWIN)
         elif not old.is_open:
             return self._replace(old, connection)
         elif self._rank(connection) > self._rank(old):
@@ -192,11 +192,11 @@ class Peers:
             places = {other: (machine_of(other.host), other.received_at) for other in self.serving.values()}
             out = displaced(places, machine_of(connection.host))
             if out is None:
-                connection.turn_away(Parting.LEAVING, f"{len(self.serving)} peers are connected already")
+                connection.turn_away(GoodbyeCode.LEAVING, f"{len(self.serving)} peers are connected already")
                 return False
             reason = "it made room: too many peers of its address are connected"
             self.stop_serving(out, reason)
-            out.close(Parting.LEAVING, reason)
+            out.close(GoodbyeCode.LEAVING, reason)
         for other in [c for c in self._connections.values() if c.is_open and c.peer == connection.peer]:
             if _life_of(other) != _life_of(connection):
                 other.abort("another process of the peer is connected")
@@ -217,9 +217,9 @@ class Peers:
             or primary.peer != lane.peer
             or primary.role is not lane.role
         ):
-            lane.turn_away(Parting.LEAVING, "the primary connection of this lane does not exist")
+            lane.turn_away(GoodbyeCode.LEAVING, "the primary connection of this lane does not exist")
         elif not lane.session.become_lane_of(primary.session):
-            lane.turn_away(Parting.LEAVING, f"{len(primary.session.lanes.members)} lanes are enough")
+            lane.turn_away(GoodbyeCode.LEAVING, f"{len(primary.session.lanes.members)} lanes are enough")
 
     def _rank(self, connection: Connection) -> tuple[bool, bool, int]:
         """Return the rank of a connection among those of one peer; both ends keep the highest.
@@ -229,7 +229,7 @@ class Peers:
         greeting = connection.greeting
         return (
             not greeting.is_relayed,
-            greeting.peer == min(self._context.greeter.peer, connection.peer),
+            greeting.peer == min(self._context.handshake_factory.peer, connection.peer),
             greeting.attempt,
         )
 
@@ -252,9 +252,9 @@ class Hold(Struct, frozen=True):
 class Endpoint:
     """All connections of one peer; see the module. ``now`` is in seconds, on any monotonic clock."""
 
-    def __init__(self, greeter: Greeter, limits: TransportLimits) -> None:
+    def __init__(self, handshake_factory: HandshakeFactory, limits: TransportLimits) -> None:
         self._limits = limits
-        self._context = EndpointContext(greeter, limits)
+        self._context = EndpointContext(handshake_factory, limits)
         self._ids = itertools.count()
         self.connections: dict[ConnectionId, Connection] = {}
         """All connections whose Ended was not handed out yet, including unproved and retiring ones."""
@@ -383,7 +383,7 @@ class Endpoint:
             if connection.session.is_lane:
                 continue  # Lanes end with their primary.
             if connection.is_open:
-                connection.close(Parting.LEAVING, reason)
+                connection.close(GoodbyeCode.LEAVING, reason)
             else:
                 connection.abort(reason)
 
@@ -465,7 +465,7 @@ class Endpoint:
         """Disconnect ``peer``: flush queued data for at most ``part_s`` seconds, and tell it ``reason``."""
         self._context.now = now
         if (connection := self.serving.get(peer)) is not None:
-            connection.close(Parting.LEAVING, reason)
+            connection.close(GoodbyeCode.LEAVING, reason)
 
     def set_budget(self, up: UpBudget, down: float | None, now: float) -> None:
         """Set the total rates, in bytes per second, at which to send and to receive; None: no limit."""

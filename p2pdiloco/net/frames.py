@@ -103,8 +103,8 @@ BODY_LIMITS: dict[FrameKind, int] = {
 _KINDS = {kind.value: kind for kind in FrameKind}
 
 
-class Parting(IntEnum):
-    """Reason code of a GOODBYE."""
+class GoodbyeCode(IntEnum):
+    """Code of a GOODBYE: why the connection ends."""
 
     LEAVING = 0
     REFUSED = 1
@@ -284,12 +284,12 @@ def decode_text(data: bytes) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def encode_goodbye(parting: Parting, reason: str) -> bytes:
+def encode_goodbye(code: GoodbyeCode, reason: str) -> bytes:
     """Return a GOODBYE frame."""
-    return encode_frame(FrameKind.GOODBYE, 0, bytes([parting]) + encode_text(reason))
+    return encode_frame(FrameKind.GOODBYE, 0, bytes([code]) + encode_text(reason))
 
 
-def decode_goodbye(body: bytes) -> tuple[Parting, str]:
+def decode_goodbye(body: bytes) -> tuple[GoodbyeCode, str]:
     """Return code and reason of a GOODBYE.
 
     Raises:
@@ -298,7 +298,7 @@ def decode_goodbye(body: bytes) -> tuple[Parting, str]:
     if not body:
         raise FrameError("a GOODBYE without a code")
     try:
-        return Parting(body[0]), decode_text(body[1:])
+        return GoodbyeCode(body[0]), decode_text(body[1:])
     except ValueError:
         raise FrameError(f"unknown GOODBYE code {body[0]}") from None
 

@@ -109,9 +109,9 @@ class Handshake:
     """One side of a handshake: send ``hello_body``, then ``proof_after(their hello)``; ``finish(their proof)``."""
 
     def __init__(
-        self, greeter: Greeter, role: Role, hello: Hello, fingerprint: bytes, expected: PeerId | None = None
+        self, factory: HandshakeFactory, role: Role, hello: Hello, fingerprint: bytes, expected: PeerId | None = None
     ) -> None:
-        self._greeter = greeter
+        self._factory = factory
         self._role = role
         self.hello = hello
         """This peer's HELLO."""
@@ -141,7 +141,7 @@ class Handshake:
         self._remote = remote
         hellos = (self.hello_body, body) if self._role is Role.DIALLER else (body, self.hello_body)
         self._transcript = transcript(self._fingerprint, *hellos)
-        self.proof = self._greeter.sign(signed_bytes(self._role, self._transcript)) + self._greeter.authorizer.chain
+        self.proof = self._factory.sign(signed_bytes(self._role, self._transcript)) + self._factory.authorizer.chain
         return self.proof
 
     def finish(self, body: bytes) -> Hello:
@@ -154,13 +154,13 @@ class Handshake:
             raise HandshakeError("the other side sent its PROOF before its HELLO")
         peer = PeerId(self._remote.peer)
         proof, chain = body[:SIGNATURE_BYTES], body[SIGNATURE_BYTES:]
-        if not self._greeter.verify(peer, signed_bytes(self._role.other, self._transcript), proof):
+        if not self._factory.verify(peer, signed_bytes(self._role.other, self._transcript), proof):
             raise HandshakeError(
                 f"the proof of {peer} is not valid on this channel: the other side does not own that peer id, "
                 "or somebody in between reads the traffic"
             )
         try:
-            self._greeter.authorizer.admit(peer, chain)
+            self._factory.authorizer.admit(peer, chain)
         except NotAMemberError as error:
             raise MismatchError(str(error)) from None
         return self._remote
@@ -174,8 +174,8 @@ class Handshake:
                 f"protocol versions differ: {mine.peer} speaks {mine.version}, {remote.peer} speaks {remote.version}; "
                 "run the same release of p2pdiloco"
             )
-        if self._greeter.authorizer.is_private:
-            if remote.tag != tag_of(self._greeter.run, self._role.other, self._fingerprint, remote.nonce):
+        if self._factory.authorizer.is_private:
+            if remote.tag != tag_of(self._factory.run, self._role.other, self._fingerprint, remote.nonce):
                 raise MismatchError(
                     f"{mine.peer} takes part in a private run, and talks to its members alone: to join it, ask the "
                     "run's founder for an invite"
@@ -192,7 +192,7 @@ class Handshake:
             )
 
 
-class Greeter(Struct, eq=False, kw_only=True):
+class HandshakeFactory(Struct, eq=False, kw_only=True):
     """Factory of handshakes of one process."""
 
     peer: PeerId

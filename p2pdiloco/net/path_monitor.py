@@ -16,7 +16,7 @@ from p2pdiloco.net.bandwidth import DeliveryRateSampler, Path
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.context import Due, EndpointContext
 from p2pdiloco.net.events import ConnectionId, LaneWanted, PathInfoWanted, UplinkMeasured
-from p2pdiloco.net.frames import Parting
+from p2pdiloco.net.frames import GoodbyeCode
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.multipath import LANES_LIMIT
@@ -104,7 +104,7 @@ class LaneKeeper:
         if is_idle:
             for lane in session.lanes.members:
                 if lane is not session:
-                    self._connections[lane.connection].close(Parting.LEAVING, "the lane was idle")
+                    self._connections[lane.connection].close(GoodbyeCode.LEAVING, "the lane was idle")
             return []
         if primary.greeting.is_relayed:
             return []  # a relay carries one connection of a pair

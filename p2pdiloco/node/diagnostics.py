@@ -308,7 +308,7 @@ SENT_BYTES_A_PARAMETER = 0.44
 LIMIT_S = 240.0
 
 
-class Gift(msgspec.Struct, frozen=True, kw_only=True):
+class MachineEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Estimated contribution and needs of this machine, for ``--json``. None: not known."""
 
     tokens_per_s: float | None = None
@@ -361,7 +361,7 @@ def judged(
     peers: Sequence[PeerStatus],
     state: Path,
     free_memory: int | None = None,
-) -> tuple[list[Finding], Gift]:
+) -> tuple[list[Finding], MachineEstimate]:
     """Return findings for people, and numbers for programs.
 
     trial: measured speed; None: not measured.
@@ -379,14 +379,14 @@ def judged(
     room += PAYLOAD_BYTES_A_PARAMETER + COMMIT_BYTES_A_PARAMETER
     needs = room * parameters + LOG_BYTES
     findings.append(disk(state, needs))
-    gift = Gift(memory_bytes=node + learner, disk_bytes=needs)
+    estimate = MachineEstimate(memory_bytes=node + learner, disk_bytes=needs)
     if trial is not None and trial.step_s:
         up = _up_bytes_per_s(manifest, parameters, trial.step_s, len(peers) + 1)
         told = f"{up * 8 / 1e6:,.2f} Mbit/s needed in each direction on average; --up RATE sets a limit"
         findings.append(Finding("ok", "link", told))
         share = _share(trial.tokens_per_s, peers)
-        gift = msgspec.structs.replace(gift, tokens_per_s=trial.tokens_per_s, share=share, up_bytes_per_s=up)
-    return findings, gift
+        estimate = msgspec.structs.replace(estimate, tokens_per_s=trial.tokens_per_s, share=share, up_bytes_per_s=up)
+    return findings, estimate
 
 
 def _speed(manifest: Manifest, trial: SpeedTrial | None, peers: Sequence[PeerStatus]) -> Finding:

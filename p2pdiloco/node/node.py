@@ -161,7 +161,7 @@ class Node:
                 sent_bytes=reporter.sent_bytes,
                 status=reporter.status,
                 observed=lambda *step: events.publish(MachineStepped(*step)),
-                standing=membership_sync,
+                permissions=membership_sync,
             )
             stack.callback(peer.driver.close)
 

@@ -43,7 +43,7 @@ class Used(NamedTuple):
     ours_s: float
 
 
-class Others:
+class CpuContention:
     """Detects whether other programs use the CPU, from successive measurements."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class ResourceGuard:
         self._options = options
         self._supervision = supervision
         self._leave = leave
-        self._others = Others()
+        self._contention = CpuContention()
 
     async def keep(self) -> None:
         """Check the machine every LOOK_S until cancelled, or until the peer uses too much memory."""
@@ -102,7 +102,7 @@ class ResourceGuard:
             reasons.append("paused by its user (p2pdiloco pause --end)")
         if not self._options.is_battery_used and _is_on_battery():
             reasons.append("on battery (--on-battery)")
-        if self._options.only_when_idle and self._others.look(_used(family)):
+        if self._options.only_when_idle and self._contention.look(_used(family)):
             reasons.append("other programs use the machine (--only-when-idle)")
         taken = 0.0 if self._options.most_memory_bytes is None else sum(map(_memory, family))
         return "; ".join(reasons), taken

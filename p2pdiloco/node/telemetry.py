@@ -31,12 +31,12 @@ from p2pdiloco.observability.alerts import Alerts
 from p2pdiloco.observability.history import RunHistory, account, finite
 from p2pdiloco.observability.snapshot import (
     Costs,
-    Course,
     Headcount,
     LinkUse,
     OwnWords,
     PeerRow,
     Reach,
+    RunProgress,
     RunSnapshot,
     ShardRow,
     Title,
@@ -251,7 +251,7 @@ class Telemetry:
         prospect = self._outlook.prospect()
         return msgspec.structs.replace(
             base,
-            course=Course(
+            course=RunProgress(
                 phase=status.phase,
                 step=status.step,
                 total_steps=status.total_steps,

@@ -19,7 +19,6 @@ from p2pdiloco.observability.event_schema import Line, sentence
 from p2pdiloco.observability.formatting import duration, percent, volume
 from p2pdiloco.observability.snapshot import (
     Costs,
-    Course,
     Headcount,
     Headline,
     History,
@@ -28,6 +27,7 @@ from p2pdiloco.observability.snapshot import (
     MergeRow,
     OwnWords,
     PeerRow,
+    RunProgress,
     RunSnapshot,
     Sample,
     ShardRow,
@@ -156,7 +156,7 @@ class RunHistory:
         self.headlines: deque[Headline] = deque(maxlen=KEPT_HEADLINES)
         self.sample: Sample | None = None
         self._elements = tuple(elements)
-        self._course = Course(total_steps=total_steps)
+        self._course = RunProgress(total_steps=total_steps)
         self._costs = Costs()
         self._link = LinkUse()
         self._given: dict[str, _Given] = {}

@@ -23,7 +23,7 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int = 0
 
 
-class Course(msgspec.Struct, frozen=True, kw_only=True):
+class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of the run and of this peer. None: not known."""
 
     phase: str = "starting"
@@ -187,7 +187,7 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     at: float
     title: Title
-    course: Course
+    course: RunProgress
     headcount: Headcount
     link: LinkUse
     costs: Costs

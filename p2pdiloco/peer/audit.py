@@ -331,10 +331,10 @@ class Auditor:
         """Return whether the commit bears its owner's signature, and its owner and contributors are members.
 
         Raises FalseContributionError if a contributor did not sign."""
-        header, signature, standing = accusation.header, accusation.signature, self._verifier.standing
+        header, signature, permissions = accusation.header, accusation.signature, self._verifier.permissions
         for is_last in (False, True):
             try:
-                await self._host.work("checks", partial(check_commit, self._run, header, signature, standing))
+                await self._host.work("checks", partial(check_commit, self._run, header, signature, permissions))
             except UnknownMemberError:
                 if is_last:
                     return False

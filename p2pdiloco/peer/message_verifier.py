@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.payload_cache import Keep
-from p2pdiloco.peer.signatures import FalseContributionError, ForgedError, Standing, UnknownMemberError
+from p2pdiloco.peer.signatures import FalseContributionError, ForgedError, Permissions, UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
@@ -24,11 +24,11 @@ class MessageVerifier:
     """Verifies the messages that one peer receives, then feeds them to the machine. Accusations of wrong merges are
     verified by the ``Auditor``."""
 
-    def __init__(self, driver: Driver, standing: Standing) -> None:
+    def __init__(self, driver: Driver, permissions: Permissions) -> None:
         self._driver = driver
         self._view = driver.view
         self._payload_cache = driver.payload_cache
-        self.standing = standing
+        self.permissions = permissions
         self._host = driver.host
         self._metrics = driver.metrics
         # Running requests for members, by the peer that named an unknown one.
@@ -121,6 +121,6 @@ class MessageVerifier:
         runs."""
         asking = self._asking.get(peer)
         if asking is None:
-            asking = self._asking[peer] = self._host.spawn(self.standing.ask(peer), name=f"ask {peer} for members")
+            asking = self._asking[peer] = self._host.spawn(self.permissions.ask(peer), name=f"ask {peer} for members")
             asking.add_done_callback(lambda _: self._asking.pop(peer, None))
         return asking

@@ -36,7 +36,7 @@ from p2pdiloco.peer.options import PeerOptions, protocol_config
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.scrubber import CorruptShardPolicy, Scrubber
-from p2pdiloco.peer.signatures import Standing
+from p2pdiloco.peer.signatures import Permissions
 from p2pdiloco.peer.state_client import INCOMING, PartialDownloads, StateClient
 from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken_lineage
 from p2pdiloco.peer.state_server import RequestHandlers, StateServer
@@ -90,7 +90,7 @@ class Peer:
         sent_bytes: returns the bytes that this peer has sent so far.
         status: returns the status that other peers get on request.
         observed: called with every event, its effects and its time.
-        standing: knows the permissions of other peers.
+        permissions: knows what each other peer may do.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Peer:
         sent_bytes: Callable[[], int],
         status: Callable[[Peer], PeerStatus],
         observed: Observed,
-        standing: Standing,
+        permissions: Permissions,
     ) -> None:
         self.manifest = manifest
         self.options = options
@@ -132,7 +132,7 @@ class Peer:
         a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed
         budget = DiskBudget(a_day, layout.elements, width, are_timed=are_timed)
         store = PayloadStore(host, options, budget)
-        payload_cache = PayloadCache(layout, identity, manifest.run, standing, store)
+        payload_cache = PayloadCache(layout, identity, manifest.run, permissions, store)
         checkpoints = options.folder / "checkpoint"
         commit_log = CommitLog(checkpoints, host, identity.peer_id, layout)
         self._convictions = ConvictionFile(options.folder, host)
@@ -157,13 +157,13 @@ class Peer:
             observed=observed,
             emit=self._handle,
         )
-        self.verifier = MessageVerifier(self.driver, standing)
+        self.verifier = MessageVerifier(self.driver, permissions)
         self._payload_cache = payload_cache
         self._auditor = Auditor(manifest, self.driver, self.verifier)
         arrivals = PartialDownloads(layout, width, options.folder / INCOMING, metrics, host)
         self._downloads = StateClient(manifest, self.driver, self.verifier, arrivals)
         self.state_server = StateServer(self.driver)
-        self._request_handlers = RequestHandlers(manifest, self.state_server, host, partial(status, self), standing)
+        self._request_handlers = RequestHandlers(manifest, self.state_server, host, partial(status, self), permissions)
         self.supervision = LearnerSupervisor(
             self.driver,
             options,
@@ -370,9 +370,9 @@ class Peer:
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """Handle a new connection. Observers only send requests, so the machine does not see them."""
-        if not is_observer and not self.verifier.standing.observes(peer):
+        if not is_observer and not self.verifier.permissions.observes(peer):
             self.driver.feed(ev.PeerConnected(peer))
-            self.verifier.standing.connected(peer)
+            self.verifier.permissions.connected(peer)
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """Handle the end of a connection."""
@@ -393,15 +393,15 @@ class Peer:
             self.metrics.report_fault(peer, "flood", f"more than {MESSAGES_PER_S} {type(message).__name__} a second")
             self.host.links.blame(peer)
             return None
-        standing = self.verifier.standing
+        permissions = self.verifier.permissions
         match message:
-            case msg.Contribution() if not standing.may_contribute(peer_of(message.contributor.learner)):
+            case msg.Contribution() if not permissions.may_contribute(peer_of(message.contributor.learner)):
                 self.metrics.report_fault(peer, "contribution", "its contributor has a follower's certificate")
                 return None
             case msg.Heartbeat():
-                if (admitted := standing.admitted()) is not None and admitted is not self.machine.view.admitted:
+                if (admitted := permissions.admitted()) is not None and admitted is not self.machine.view.admitted:
                     self.driver.feed(ev.Admitted(admitted))
-                weight = min(message.weight, standing.most_weight(peer))
+                weight = min(message.weight, permissions.most_weight(peer))
                 message = message if weight == message.weight else msgspec.structs.replace(message, weight=weight)
             case msg.WrongMerge():
                 self._auditor.accused(peer, message)
@@ -421,7 +421,7 @@ class Peer:
             case msg.Contribution():
                 shard = message.shard
                 giver = peer_of(message.contributor.learner)
-                may_come = self.verifier.standing.may_contribute(giver) and self.machine.wants(peer, message)
+                may_come = self.verifier.permissions.may_contribute(giver) and self.machine.wants(peer, message)
                 if size != message.payload_bytes or not may_come:
                     return None
             case msg.Commit():

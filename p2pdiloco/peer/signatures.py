@@ -208,8 +208,8 @@ def check_proof(proof: Proof, register: Register = OPEN) -> None:
 # -- Permissions -------------------------------------------------------------------------------------------------------
 
 
-class Standing(Register, Protocol):
-    """Permissions of other peers."""
+class Permissions(Register, Protocol):
+    """Knows what each other peer may do."""
 
     def is_member(self, peer: PeerId) -> bool:
         """Return whether ``peer`` is a member in good standing now."""

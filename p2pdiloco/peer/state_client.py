@@ -526,7 +526,7 @@ class StateClient:
         draws = Random(self._host.draw())
 
         def check() -> StateOffer:
-            return checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing, draws)
+            return checked_offer(self._manifest, self._layout, shard, body, self._verifier.permissions, draws)
 
         try:
             return await self._host.work("checks", check)

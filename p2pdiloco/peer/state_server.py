@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 from p2pdiloco.peer.driver import CopyError, Driver
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.learner_updates import Payload
-from p2pdiloco.peer.signatures import Standing
+from p2pdiloco.peer.signatures import Permissions
 from p2pdiloco.protocol.barred_owners import audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -247,13 +247,13 @@ class RequestHandlers:
         state_server: StateServer,
         host: Host,
         status: Callable[[], PeerStatus],
-        standing: Standing,
+        permissions: Permissions,
     ) -> None:
         self._manifest = manifest
         self._state_server = state_server
         self._host = host
         self._status = status
-        self._standing = standing
+        self._permissions = permissions
         self._turns = asyncio.Lock()
         # Peers that hardly read what is queued for them. They are not waited for until little is queued for them.
         self._idlers: set[PeerId] = set()
@@ -282,7 +282,7 @@ class RequestHandlers:
             case GetStatus():
                 return Answer(encode(self._status()))
             case GetStatements() | TellStatements():
-                return await self._standing.answer(peer, request)
+                return await self._permissions.answer(peer, request)
             case GetState(shard=shard):
                 if not self._offers.take(peer, self._host.now()):
                     raise RequestRefused("too many state requests: ask again in some seconds")

@@ -12,7 +12,7 @@ from functools import lru_cache
 from hashlib import shake_128
 from struct import unpack
 
-from p2pdiloco.protocol.data_blocks import SLOTS, Block, Duty
+from p2pdiloco.protocol.data_blocks import SLOTS, Block, EpochSlots
 from p2pdiloco.protocol.effects import Train
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import MAX_CLAIMS
@@ -37,8 +37,8 @@ def _draws(run: RunId, epoch: int, peer: PeerId) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def duties(run: RunId, epoch: int, peers: tuple[PeerId, ...]) -> dict[PeerId, Duty]:
-    """Return the duty of each peer in ``epoch``. ``peers`` must be sorted."""
+def epoch_slots(run: RunId, epoch: int, peers: tuple[PeerId, ...]) -> dict[PeerId, EpochSlots]:
+    """Return the slots of each peer in ``epoch``. ``peers`` must be sorted."""
     draws = {peer: _draws(run, epoch, peer) for peer in peers}
     own: dict[PeerId, list[int]] = {peer: [] for peer in peers}
     helped: dict[PeerId, list[int]] = {peer: [] for peer in peers}
@@ -47,7 +47,7 @@ def duties(run: RunId, epoch: int, peers: tuple[PeerId, ...]) -> dict[PeerId, Du
         own[ranked[0]].append(slot)
         if len(ranked) > 1:
             helped[ranked[1]].append(slot)
-    return {peer: Duty(own[peer], helped[peer], draws[peer][SLOTS] / 2**16) for peer in peers}
+    return {peer: EpochSlots(own[peer], helped[peer], draws[peer][SLOTS] / 2**16) for peer in peers}
 
 
 class BlockAssignment:
@@ -102,18 +102,18 @@ class BlockAssignment:
         taken = {block for peer in core.participation.peers(ShardId(0)) for block in core.membership.claims_of(peer)}
         taken.update(self.claims())
         while len(self.assigned) < IN_HAND:
-            block = ledger.next_free(taken, self._duty)
+            block = ledger.next_free(taken, self._epoch_slots)
             if block is None:
                 return
             taken.add(block)
             self.assigned.append(block)
             core.effects.append(Train(block))
 
-    def _duty(self, epoch: int) -> Duty:
-        """Return this peer's duty among all peers whose learners train."""
+    def _epoch_slots(self, epoch: int) -> EpochSlots:
+        """Return this peer's slots among all peers whose learners train."""
         core = self.core
         peers = tuple(sorted(core.participation.participants(ShardId(0)) | {core.config.peer}))
-        return duties(core.config.run, epoch, peers)[core.config.peer]
+        return epoch_slots(core.config.run, epoch, peers)[core.config.peer]
 
     def claims(self) -> tuple[Block, ...]:
         """Return the blocks that other peers should not train.

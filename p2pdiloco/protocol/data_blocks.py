@@ -38,7 +38,7 @@ _DIGITS = bytes.maketrans(b"\x00\x01", b"01")
 _BITS = bytes.maketrans(b"01", b"\x00\x01")
 
 
-class Duty(NamedTuple):
+class EpochSlots(NamedTuple):
     """A peer's slots in one epoch."""
 
     own: Sequence[int]
@@ -119,10 +119,10 @@ class BlockLedger:
         epoch, index = divmod(block, self.blocks)
         return epoch < self.epoch or (epoch < self.epoch + OPEN_EPOCHS and bool(self.rows[epoch - self.epoch][index]))
 
-    def next_free(self, taken: Iterable[Block], duty: Callable[[int], Duty]) -> Block | None:
+    def next_free(self, taken: Iterable[Block], epoch_slots: Callable[[int], EpochSlots]) -> Block | None:
         """Return the next block for a peer, or None if all open blocks are taken.
 
-        ``taken`` holds the blocks in work at any peer; ``duty(epoch)`` returns this peer's slots.
+        ``taken`` holds the blocks in work at any peer; ``epoch_slots(epoch)`` returns this peer's slots.
         """
         occupied = [bytearray(row) for row in self.rows]
         for block in taken:
@@ -131,7 +131,7 @@ class BlockLedger:
                 occupied[epoch - self.epoch][index] = 1
         for number, row in enumerate(occupied):
             if row.find(0) >= 0:
-                own, helped, place = duty(self.epoch + number)
+                own, helped, place = epoch_slots(self.epoch + number)
                 first, begin = (self.epoch + number) * self.blocks, int(place * self.blocks)
                 found = [at for slot in own if (at := _first(row, slot, begin)) >= 0]
                 if found:

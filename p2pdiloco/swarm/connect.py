@@ -24,7 +24,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.dialer import Dialler
-from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
+from p2pdiloco.transport.transport import DialError, PeerRefused, Transport, WrongPeerError
 from p2pdiloco.wire.directory_records import PeerRecord
 
 ADDRESSES = 8
@@ -50,7 +50,7 @@ class ConnectFallback:
 
         Raises:
             PeerRefused: the peer answered, and refused this one.
-            Impostor: another peer answers at the peer's only address.
+            WrongPeerError: another peer answers at the peer's only address.
             DialError: any other failure, with the reasons of all attempts.
         """
         where = dialable(record, frozenset(self._rendezvous.observed_hosts))
@@ -70,7 +70,7 @@ class ConnectFallback:
                 raise DialError("it publishes no address")
             told = ", ".join(record.addresses)
             raise DialError(f"{told} is in another network, and the peer uses no rendezvous server")
-        impostor: Impostor | None = None
+        wrong_peer: WrongPeerError | None = None
         running = {asyncio.create_task(_run_after(delay_s, way), name=f"way to {peer}") for delay_s, way in ways}
         pending = running
         try:
@@ -84,14 +84,14 @@ class ConnectFallback:
                         raise error
                     if not isinstance(error, (DialError, ValueError)):
                         raise error
-                    impostor = error if isinstance(error, Impostor) else impostor
+                    wrong_peer = error if isinstance(error, WrongPeerError) else wrong_peer
                     reasons.insert(0, str(error))
         finally:
             for way in running:
                 way.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        if impostor is not None and len(where) == 1 and not record.points:
-            raise impostor
+        if wrong_peer is not None and len(where) == 1 and not record.points:
+            raise wrong_peer
         raise DialError("; ".join(dict.fromkeys(reasons)))
 
     async def connect_directly(self, peer: PeerId, record: PeerRecord) -> PeerId:

@@ -34,7 +34,7 @@ from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.lookup_policy import LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
-from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
+from p2pdiloco.transport.transport import DialError, PeerRefused, Transport, WrongPeerError
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import read_regular, write_atomically
 from p2pdiloco.util.tasks import Tasks
@@ -249,7 +249,7 @@ class PeerManager:
                 await self._connector.connect(peer, known.record)
                 known.reached_at = asyncio.get_running_loop().time()
                 return
-            except (Impostor, PeerRefused) as error:
+            except (WrongPeerError, PeerRefused) as error:
                 known.refusals += 1
                 if known.refusals.bit_count() == 1:
                     what = "a peer refuses us" if isinstance(error, PeerRefused) else "an address leads to another peer"

@@ -233,13 +233,13 @@ class Reachability:
         for text in where[:TRIED]:
             elsewhere = tuple(other for other in where[:TRIED] if other != text)
             try:
-                attendance = await self.client.attend(text, ports, self.server.token, elsewhere)
+                registration = await self.client.attend(text, ports, self.server.token, elsewhere)
                 break
             except DialError as error:
                 log.debug("a rendezvous server does not answer", address=text, reason=str(error))
         else:
             return
-        answers = attendance.observation.answers
+        answers = registration.observation.answers
         if len(answers) > 1 and not answers[1] and not self._is_directory_told:
             self._is_directory_told = True
             self._directory.stop_serving()

@@ -110,7 +110,7 @@ def parts(taken: Mapping[str, Tensor]) -> Iterator[Buffer]:
             yield piece.view(torch.uint8).numpy().data
 
 
-class Keeper:
+class InnerStateFile:
     """Reads and writes inner states at ``path``. ``write`` replaces a file atomically."""
 
     def __init__(self, path: Path, write: Callable[[Path, Iterable[Buffer]], None] = stream_atomically) -> None:

@@ -36,7 +36,7 @@ from p2pdiloco.timing import TokenBucket
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.narrow_paths import NarrowPaths
-from p2pdiloco.transport.sockets import DialError, Impostor, PeerRefused
+from p2pdiloco.transport.sockets import DialError, PeerRefused, WrongPeerError
 from p2pdiloco.transport.tls import TlsContexts
 from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.util import logs
@@ -426,7 +426,7 @@ class ConnectionSetup:
 
         Raises:
             PeerRefused: the other side refused this peer; the text is its reason.
-            Impostor: another peer answers there, or somebody is in between.
+            WrongPeerError: another peer answers there, or somebody is in between.
             DialError: any other failure.
         """
         raw = await connect(target, congestion=self._congestion, narrow=self.narrow_paths)
@@ -460,7 +460,7 @@ class ConnectionSetup:
         except MismatchError as error:
             raise PeerRefused(f"{target}: {error}") from error
         except HandshakeError as error:
-            raise Impostor(f"{target}: {error}") from error
+            raise WrongPeerError(f"{target}: {error}") from error
         except TimeoutError:
             raise
         except OSError as error:

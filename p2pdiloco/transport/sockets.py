@@ -49,7 +49,7 @@ class DialError(Exception):
     """A dial failed. The text says why."""
 
 
-class Impostor(DialError):  # noqa: N818
+class WrongPeerError(DialError):
     """Another peer than expected answers there, or somebody is in between. The text says which."""
 
 

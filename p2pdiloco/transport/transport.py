@@ -26,7 +26,7 @@ from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import LEAVING, Endpoint
 from p2pdiloco.net.events import ConnectionId
-from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
+from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, HandshakeFactory, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.traffic_shaping import TURN_BYTES
 from p2pdiloco.protocol.ids import PeerId
@@ -35,7 +35,7 @@ from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.connection_setup import ConnectionSetup
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.transport.narrow_paths import NarrowPaths
-from p2pdiloco.transport.sockets import DialError, Impostor, Listeners, PeerRefused
+from p2pdiloco.transport.sockets import DialError, Listeners, PeerRefused, WrongPeerError
 from p2pdiloco.transport.tls import TlsContexts, remote_fingerprint
 from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.util import logs
@@ -112,12 +112,12 @@ __all__ = [
     "Answer",
     "ConnectionLimits",
     "DialError",
-    "Impostor",
     "PeerRefused",
     "RequestError",
     "RequestRefused",
     "Transport",
     "TransportLimits",
+    "WrongPeerError",
 ]
 
 log = logs.get("transport")
@@ -160,7 +160,7 @@ class Transport:
         life = os.urandom(16)
         self.life = life.hex()
         """Random id of this process, which tells it from an earlier or another one with the same identity."""
-        self._greeter = Greeter(
+        self._handshake_factory = HandshakeFactory(
             peer=identity.peer_id,
             run=run,
             version=version,
@@ -171,7 +171,7 @@ class Transport:
             authorizer=authorizer or OpenAuthorizer(),
             observes=observes,
         )
-        self._endpoint = Endpoint(self._greeter, self._limits)
+        self._endpoint = Endpoint(self._handshake_factory, self._limits)
         self._tls = TlsContexts()
         self._tasks = Tasks()
         self.troubles = self._tasks.troubles
@@ -581,7 +581,7 @@ class Transport:
 
         Observers connect often, and every joiner begins as one. They are logged at debug level only.
         """
-        observes = not self._greeter.run or self._greeter.observes
+        observes = not self._handshake_factory.run or self._handshake_factory.observes
         return log.debug if observes or _observes(connection.remote) else log.info
 
     async def _answer(self, request: ev.IncomingRequest, peer: PeerId, body: bytes) -> None:

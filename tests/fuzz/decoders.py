@@ -19,7 +19,7 @@ from p2pdiloco.nat.introducer import Introducer
 from p2pdiloco.net import frames
 from p2pdiloco.net.authorization import OpenAuthorizer
 from p2pdiloco.net.endpoint import Endpoint
-from p2pdiloco.net.handshake import Dialled, Greeter, Handshake, Hello, Role
+from p2pdiloco.net.handshake import Dialled, Handshake, HandshakeFactory, Hello, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
@@ -88,8 +88,8 @@ def _record(rng: Random) -> bytes:
     return directory_records.seal(envelope, FOUNDER.sign)
 
 
-def _greeter() -> Greeter:
-    return Greeter(
+def _handshake_factory() -> HandshakeFactory:
+    return HandshakeFactory(
         peer=FOUNDER.peer_id,
         run=RUN,
         version=1,
@@ -102,22 +102,24 @@ def _greeter() -> Greeter:
 
 
 def _hello(rng: Random) -> bytes:
-    greeter = _greeter()
-    greeter.peer = MEMBER.peer_id
+    handshake_factory = _handshake_factory()
+    handshake_factory.peer = MEMBER.peer_id
     return (
-        greeter.handshake(Role.DIALLER, bytes(32), Dialled()).hello_body if rng.random() < 0.5 else encoded(Hello, rng)
+        handshake_factory.handshake(Role.DIALLER, bytes(32), Dialled()).hello_body
+        if rng.random() < 0.5
+        else encoded(Hello, rng)
     )
 
 
 def _greet(data: bytes) -> None:
-    half: Handshake = _greeter().handshake(Role.LISTENER, bytes(32), Dialled())
+    half: Handshake = _handshake_factory().handshake(Role.LISTENER, bytes(32), Dialled())
     half.proof_after(data)
     half.finish(data)
 
 
 def _connection(data: bytes) -> None:
     """An endpoint whose other side says ``data`` instead of greeting."""
-    endpoint = Endpoint(_greeter(), TransportLimits(lanes=1))
+    endpoint = Endpoint(_handshake_factory(), TransportLimits(lanes=1))
     connection = endpoint.add_connection(Role.LISTENER, 0.0, host="10.0.0.1")
     endpoint.handle_tls_established(connection, bytes(32), 0.0)
     endpoint.receive_data(connection, data, 0.0)
@@ -145,7 +147,9 @@ def _frames(data: bytes) -> None:
 def _frames_sample(rng: Random) -> bytes:
     start = frames.Start(frames.Use.MESSAGE, 0, 99, frames.Part(1, 200, 100) if rng.random() < 0.5 else None)
     whole = frames.encode_start(7, start, rng.randbytes(20))
-    return rng.choice([whole, whole[frames.HEADER.size :], frames.encode_goodbye(frames.Parting.LEAVING, "a reason")])
+    return rng.choice(
+        [whole, whole[frames.HEADER.size :], frames.encode_goodbye(frames.GoodbyeCode.LEAVING, "a reason")]
+    )
 
 
 def _members(data: bytes) -> None:

@@ -15,7 +15,7 @@ import pytest
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
-from p2pdiloco.nat.rendezvous_client import Attendance
+from p2pdiloco.nat.rendezvous_client import Registration
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
@@ -201,7 +201,7 @@ def test_one_meeting_point_of_three_cannot_say_that_a_home_can_be_dialled(
         home = Member(Board(), "", tmp_path)
         for number, says in enumerate(told):
             found = intro.Attended("192.0.2.1", 4100, (says, says))
-            home.reachability.client.attended[PeerId(str(number))] = Attendance(f"/ip4/192.0.2.{number}", found)
+            home.reachability.client.attended[PeerId(str(number))] = Registration(f"/ip4/192.0.2.{number}", found)
         assert home.reachability.is_dialable is home.reachability.is_directory_dialable is is_dialable
         assert bool(home.reachability.points) is is_met
 

@@ -52,19 +52,19 @@ class Acquaintances(Everybody):
         self._happened = happened
 
     def was_member(self, peer: PeerId) -> bool:
-        """As of ``Standing``."""
+        """As of ``Permissions``."""
         return peer in self._known
 
     def may_contribute(self, peer: PeerId) -> bool:
-        """As of ``Standing``."""
+        """As of ``Permissions``."""
         return peer in self._known
 
     def connected(self, peer: PeerId) -> None:
-        """As of ``Standing``."""
+        """As of ``Permissions``."""
         self._known.add(peer)
 
     async def ask(self, peer: PeerId) -> None:
-        """As of ``Standing``."""
+        """As of ``Permissions``."""
         self._happened["introduced"] += 1
         try:
             told = await self._links.request(peer, encode(GetStatements(b"")), timeout_s=ASK_S, max_payload=MOST_BYTES)
@@ -73,5 +73,5 @@ class Acquaintances(Everybody):
         self._known.update(map(PeerId, bytes(told.payload or b"").decode().split()))
 
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
-        """As of ``Standing``."""
+        """As of ``Permissions``."""
         return Answer(b"", " ".join(sorted(self._known)).encode())

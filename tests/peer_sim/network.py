@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, MismatchError, Role
+from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, HandshakeFactory, MismatchError, Role
 from p2pdiloco.peer.host import within
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
@@ -210,7 +210,7 @@ class Network(PairNetwork[Link]):
 def greeting(a: SimulatedHost, b: SimulatedHost) -> str | None:
     """What both are told when they cannot work together; None: they can."""
     halves = [
-        Greeter(
+        HandshakeFactory(
             peer=host.name,
             run=host.world.manifest.run,
             version=host.version,

@@ -232,7 +232,7 @@ class World:
             sent_bytes=lambda: 0,
             status=self._status,
             observed=lambda event, effects, now: self._observed(host, event),
-            standing=Acquaintances(self.network.met[name], host.links, self.happened)
+            permissions=Acquaintances(self.network.met[name], host.links, self.happened)
             if self.setting.is_private
             else Everybody(),
         )

@@ -35,7 +35,7 @@ from p2pdiloco.net.events import (
     RequestReceived,
     RequestWithdrawn,
 )
-from p2pdiloco.net.handshake import Dialled, Greeter, Role
+from p2pdiloco.net.handshake import Dialled, HandshakeFactory, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import Answer
@@ -165,7 +165,7 @@ class Peer:
         """How likely a payload is taken only later."""
         self.life = (life or name).encode().ljust(16, b".")
         nonces = itertools.count()
-        self.greeter = Greeter(
+        self.handshake_factory = HandshakeFactory(
             peer=self.id,
             run="run",
             version=1,
@@ -174,7 +174,7 @@ class Peer:
             verify=lambda peer, data, proof: proof == signature(peer, data),
             nonce=lambda: hashlib.sha256(f"{name} {next(nonces)}".encode()).digest(),
         )
-        self.endpoint = Endpoint(self.greeter, limits)
+        self.endpoint = Endpoint(self.handshake_factory, limits)
         self._life = b""
 
     def turn(self) -> None:

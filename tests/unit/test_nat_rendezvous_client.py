@@ -11,7 +11,7 @@ import pytest
 
 from p2pdiloco.nat import rendezvous_client
 from p2pdiloco.nat.messages import Attended, Called
-from p2pdiloco.nat.rendezvous_client import CALLS_AT_ONCE, Attendance, RendezvousClient
+from p2pdiloco.nat.rendezvous_client import CALLS_AT_ONCE, Registration, RendezvousClient
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError
 from p2pdiloco.util.tasks import Tasks
@@ -28,7 +28,7 @@ def answer_of(tasks: Tasks) -> Callable[..., Any]:
         setup=SimpleNamespace(), answer_requests=answers.__setitem__, channel_of=lambda _: None
     )
     client = RendezvousClient(links, links, links, tasks)
-    client.attended[POINT] = Attendance(f"/ip4/127.0.0.1/tcp/1/p2p/{POINT}", Attended("127.0.0.1", 1))
+    client.attended[POINT] = Registration(f"/ip4/127.0.0.1/tcp/1/p2p/{POINT}", Attended("127.0.0.1", 1))
     return answers[Called]
 
 

@@ -18,7 +18,7 @@ from p2pdiloco.net.abuse_limits import (
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Closing, Connected, ConnectionId, Disconnected, Event
-from p2pdiloco.net.handshake import Greeter, Role
+from p2pdiloco.net.handshake import HandshakeFactory, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
 
@@ -26,7 +26,7 @@ FINGERPRINT = bytes(32)
 
 
 def endpoint(name: str, **limits: int) -> Endpoint:
-    greeter = Greeter(
+    handshake_factory = HandshakeFactory(
         peer=PeerId(name),
         run="run",
         version=1,
@@ -35,7 +35,7 @@ def endpoint(name: str, **limits: int) -> Endpoint:
         verify=lambda peer, data, proof: proof == peer.encode(),
         nonce=lambda: name.encode().ljust(32, b"."),
     )
-    return Endpoint(greeter, TransportLimits(lanes=1, **limits))
+    return Endpoint(handshake_factory, TransportLimits(lanes=1, **limits))
 
 
 def exchange(ends: dict[Endpoint, ConnectionId], now: float) -> dict[Endpoint, list[Event]]:

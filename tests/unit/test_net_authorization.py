@@ -14,7 +14,7 @@ from p2pdiloco.net.authorization import Authorizer, JoinerAuthorizer, MemberAuth
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Connected, Event, Failed, Message
-from p2pdiloco.net.handshake import Dialled, Greeter, Role
+from p2pdiloco.net.handshake import Dialled, HandshakeFactory, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.identity import Identity, verify
@@ -32,7 +32,7 @@ class Party(NamedTuple):
 
 
 def party(identity: Identity, authorizer: Authorizer, run: str = RUN, *, claims: PeerId | None = None) -> Party:
-    greeter = Greeter(
+    handshake_factory = HandshakeFactory(
         peer=claims or identity.peer_id,
         run=run,
         version=1,
@@ -42,7 +42,7 @@ def party(identity: Identity, authorizer: Authorizer, run: str = RUN, *, claims:
         nonce=lambda: os.urandom(32),
         authorizer=authorizer,
     )
-    return Party(identity, Endpoint(greeter, TransportLimits(lanes=1)), bytearray())
+    return Party(identity, Endpoint(handshake_factory, TransportLimits(lanes=1)), bytearray())
 
 
 def member(holder: Holder, known: Members | None = None, now_s: float = NOW) -> Party:

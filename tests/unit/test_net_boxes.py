@@ -12,8 +12,8 @@ from p2pdiloco.net.frames import (
     OPEN_STREAMS_LIMIT,
     FrameError,
     FrameKind,
+    GoodbyeCode,
     Part,
-    Parting,
     Start,
     Use,
     encode_frame,
@@ -230,7 +230,7 @@ def test_the_first_frame_of_what_is_replaced_gives_its_room() -> None:
 
 def test_goodbye_is_last() -> None:
     outbox = make_outbox()
-    outbox.put_goodbye(encode_goodbye(Parting.LEAVING, "bye"))
+    outbox.put_goodbye(encode_goodbye(GoodbyeCode.LEAVING, "bye"))
     put(outbox, b"", payload(2 * CHUNK), 0.0)
     outbox.put(encode_frame(FrameKind.MESSAGE, 0, b""))
     assert kinds_in(drain(outbox))[-1] == (FrameKind.GOODBYE, 0)

@@ -10,9 +10,9 @@ from p2pdiloco.net.frames import (
     HEADER,
     FrameError,
     FrameKind,
+    GoodbyeCode,
     Header,
     Part,
-    Parting,
     Start,
     Use,
     decode_goodbye,
@@ -104,9 +104,9 @@ def test_there_are_few_kinds_and_those_that_refuse_have_the_numbers_that_they_al
 
 
 def test_goodbye_comes_back_cut_and_printable() -> None:
-    body = encode_goodbye(Parting.REFUSED, "no\nway " + "x" * 5000)[HEADER.size :]
+    body = encode_goodbye(GoodbyeCode.REFUSED, "no\nway " + "x" * 5000)[HEADER.size :]
     parting, reason = decode_goodbye(body)
-    assert parting is Parting.REFUSED
+    assert parting is GoodbyeCode.REFUSED
     assert reason.startswith("no way xxx")
     assert len(reason) <= 1024
     for bad in (b"", b"\xee"):

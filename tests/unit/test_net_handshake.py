@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from p2pdiloco.net.handshake import MAGIC, Greeter, Handshake, HandshakeError, Hello, MismatchError, Role
+from p2pdiloco.net.handshake import MAGIC, Handshake, HandshakeError, HandshakeFactory, Hello, MismatchError, Role
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.identity import Identity, verify
 
@@ -33,7 +33,7 @@ def half(
         life=os.urandom(16),
         attempt=1,
     )
-    greeter = Greeter(
+    handshake_factory = HandshakeFactory(
         peer=identity.peer_id,
         run="",
         version=version,
@@ -42,7 +42,7 @@ def half(
         verify=verify,
         nonce=lambda: os.urandom(32),
     )
-    return Handshake(greeter, role, hello, fingerprint, expected)
+    return Handshake(handshake_factory, role, hello, fingerprint, expected)
 
 
 def meet(dialler: Handshake, listener: Handshake) -> tuple[Hello, Hello]:

@@ -158,17 +158,17 @@ TRIAL = SpeedTrial(tokens_per_s=1000.0, step_s=0.5, steps=12, threads=2, bytes=4
 
 def test_what_a_machine_would_give_is_told(manifest: Manifest, tmp_path: Path) -> None:
     others = [status(tokens_per_second=2000.0), status(tokens_per_second=float("nan")), status(tokens_per_second=1e3)]
-    findings, gift = diagnostics.judged(manifest, TRIAL, others, tmp_path, free_memory=4_000_000_000)
+    findings, estimate = diagnostics.judged(manifest, TRIAL, others, tmp_path, free_memory=4_000_000_000)
     assert [finding.verdict for finding in findings] == ["ok"] * 5, findings
     speed = "1,000 tokens/s, 0.500 s a step (12 steps, 2 threads); this machine would train 25.0% of the run's tokens"
     is_found(findings[1], "ok", speed)
-    assert gift.share == 0.25
+    assert estimate.share == 0.25
     parameters = Layout.of(manifest).elements
     sync = manifest.config.schedule.sync_every
-    assert gift.up_bytes_per_s == pytest.approx(0.44 * parameters * (1 + 3 / 4) / (sync * 0.5))
-    assert gift.memory_bytes == 9 * parameters + (45 << 20) + (250 << 20) + 400_000_000
+    assert estimate.up_bytes_per_s == pytest.approx(0.44 * parameters * (1 + 3 / 4) / (sync * 0.5))
+    assert estimate.memory_bytes == 9 * parameters + (45 << 20) + (250 << 20) + 400_000_000
     checkpoint = 8 if momentum_type(manifest.config.outer) == "float32" else 6
-    assert gift.disk_bytes == (4 * checkpoint + 8 + 27 + 58) * parameters + (100 << 20), "as docs/operating.md says"
+    assert estimate.disk_bytes == (4 * checkpoint + 8 + 27 + 58) * parameters + (100 << 20), "as docs/operating.md says"
 
 
 def test_what_a_machine_lacks_is_told(manifest: Manifest, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ import pytest
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.node import resource_guard
-from p2pdiloco.node.resource_guard import BUSY_LOOKS, IDLE_LOOKS, Others, ResourceGuard, Used, pause, toggle
+from p2pdiloco.node.resource_guard import BUSY_LOOKS, IDLE_LOOKS, CpuContention, ResourceGuard, Used, pause, toggle
 from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.swarm.run_index import folder_of
 
 
-def looks(others: Others, *theirs: float) -> list[bool]:
+def looks(others: CpuContention, *theirs: float) -> list[bool]:
     """What is thought after looks between which the machine had 4 s of processor time, of which others took so much
     and the peer all the rest but one second."""
     said, all_s, idle_s, ours_s = [], 0.0, 0.0, 0.0
@@ -31,11 +31,11 @@ def looks(others: Others, *theirs: float) -> list[bool]:
 
 
 def test_others_are_busy_after_a_moment_and_not_any_more_after_a_while() -> None:
-    assert looks(Others(), *[0.9] * 5) == [False] * 5, "a little is nobody's business"
-    assert looks(Others(), *[2.0] * 3) == [False] * (BUSY_LOOKS - 1) + [True] * (4 - BUSY_LOOKS)
-    after = looks(Others(), *[2.0] * BUSY_LOOKS, *[0.0] * (IDLE_LOOKS + 1))[BUSY_LOOKS:]
+    assert looks(CpuContention(), *[0.9] * 5) == [False] * 5, "a little is nobody's business"
+    assert looks(CpuContention(), *[2.0] * 3) == [False] * (BUSY_LOOKS - 1) + [True] * (4 - BUSY_LOOKS)
+    after = looks(CpuContention(), *[2.0] * BUSY_LOOKS, *[0.0] * (IDLE_LOOKS + 1))[BUSY_LOOKS:]
     assert after == [True] * (IDLE_LOOKS - 1) + [False] * 2
-    assert not any(looks(Others(), *[2.0, 0.0] * 6)), "short work does not stop it"
+    assert not any(looks(CpuContention(), *[2.0, 0.0] * 6)), "short work does not stop it"
 
 
 class Learner:

@@ -37,7 +37,7 @@ def test_a_weight_counts_for_what_the_certificate_says(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(has_learner=False)
-            ann.peer.verifier.standing = Follower()
+            ann.peer.verifier.permissions = Follower()
             bob = await stage.add("bob", genesis(stage.manifest), weight=9.0)
             await stage.wait(3.0)
             beat = ann.machine.core.membership.peers[bob.id].beat
@@ -55,11 +55,11 @@ def test_what_a_follower_contributes_is_not_taken(tmp_path: Path) -> None:
             stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
             await stage.train(bob, 1.0, 1.0)
             caught = stage.caught[0]
-            ann.peer.verifier.standing = Follower()
+            ann.peer.verifier.permissions = Follower()
             assert not ann.peer.admit(bob.id, encode(caught.message), len(caught.payload))
             await stage.deliver(ann, bob.id, caught.message, caught.payload)
             assert (ann.faults(), ann.versions) == ({"contribution": 1}, [0, 0])
-            ann.peer.verifier.standing = Everybody()
+            ann.peer.verifier.permissions = Everybody()
             assert ann.peer.admit(bob.id, encode(caught.message), len(caught.payload))
 
     act(story)
@@ -101,7 +101,7 @@ def test_a_peer_learns_of_places_with_each_heartbeat(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(has_learner=False)
-            ann.peer.verifier.standing = Counted()
+            ann.peer.verifier.permissions = Counted()
             assert ann.peer.machine.view.admitted is None
             await stage.beside()
             assert ann.peer.machine.view.admitted is ADMITTED
@@ -131,7 +131,7 @@ def test_a_commit_waits_until_its_sender_was_asked_whom_it_names(tmp_path: Path,
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             bob = await stage.beside(has_learner=False)
-            bob.driver.payload_cache._register = bob.peer.verifier.standing = newcomer = Newcomer(told=is_told)
+            bob.driver.payload_cache._register = bob.peer.verifier.permissions = newcomer = Newcomer(told=is_told)
             await stage.train(ann, 1.0, 1.0)
             assert newcomer.asked == [ann.id]
             assert bob.versions == ([0, 1] if is_told else [0, 0])
@@ -148,8 +148,8 @@ def test_a_commit_of_who_is_no_member_is_dropped_by_a_peer(tmp_path: Path) -> No
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            standing = Newcomer(told=False)
-            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, standing=standing)
+            permissions = Newcomer(told=False)
+            bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, permissions=permissions)
             await stage.wait(3.0)
             await stage.train(ann, 1.0, 1.0)
             assert bob.versions == [0, 0]
@@ -165,7 +165,7 @@ def test_a_state_is_taken_when_its_donor_has_told_who_made_it(tmp_path: Path, is
             ann = await stage.found()
             await stage.train(ann, 1.0, 1.0)
             newcomer = Newcomer(told=is_told)
-            bob = await stage.add("bob", has_learner=False, standing=newcomer)
+            bob = await stage.add("bob", has_learner=False, permissions=newcomer)
             await stage.wait(3.0)
             assert set(newcomer.asked) == {ann.id}
             assert bob.versions == ([0, 1] if is_told else [0, -1])
@@ -178,11 +178,11 @@ def test_who_observes_is_no_peer(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(has_learner=False)
-            ann.peer.verifier.standing = Observer()
+            ann.peer.verifier.permissions = Observer()
             ann.peer.connected(PeerId("eve"), "/ip4/10.0.0.1/tcp/1", False, True)
             await stage.settle()
             assert PeerId("eve") not in ann.machine.core.membership.peers
-            ann.peer.verifier.standing = Everybody()
+            ann.peer.verifier.permissions = Everybody()
             ann.peer.connected(PeerId("eve"), "/ip4/10.0.0.1/tcp/1", False, True)
             await stage.settle()
             assert PeerId("eve") in ann.machine.core.membership.peers

@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from p2pdiloco.protocol.block_assignment import duties
-from p2pdiloco.protocol.data_blocks import SLOTS, Block, BlockLedger, Duty, Trained
+from p2pdiloco.protocol.block_assignment import epoch_slots
+from p2pdiloco.protocol.data_blocks import SLOTS, Block, BlockLedger, EpochSlots, Trained
 from p2pdiloco.protocol.ids import PeerId, RunId
 
 ALL = range(SLOTS)
 
 
-def everything(place: float) -> Duty:
-    return Duty(tuple(ALL), (), place)
+def everything(place: float) -> EpochSlots:
+    return EpochSlots(tuple(ALL), (), place)
 
 
 def test_an_epoch_is_over_when_all_of_its_blocks_are_trained() -> None:
@@ -78,7 +78,7 @@ def test_peers_share_an_epoch_and_meet_only_at_its_end() -> None:
     shares = dict.fromkeys(peers, 0)
     for sync_round in range(600):
         peer = peers[(0, 1, 2, 2, 2, 2)[sync_round % 6]]
-        block = ledger.next_free(taken, lambda epoch, peer=peer: duties(RunId("r"), epoch, tuple(peers))[peer])  # type: ignore[misc]
+        block = ledger.next_free(taken, lambda epoch, peer=peer: epoch_slots(RunId("r"), epoch, tuple(peers))[peer])  # type: ignore[misc]
         assert block is not None
         taken.append(block)
         shares[peer] += block < 600
@@ -87,7 +87,7 @@ def test_peers_share_an_epoch_and_meet_only_at_its_end() -> None:
 
 
 def test_slots_are_shared_among_peers() -> None:
-    found = duties(RunId("r"), 3, tuple(PeerId(f"p{i}") for i in range(8))).values()
+    found = epoch_slots(RunId("r"), 3, tuple(PeerId(f"p{i}") for i in range(8))).values()
     assert sorted(slot for d in found for slot in d.own) == list(ALL)
     assert sorted(slot for d in found for slot in d.helped) == list(ALL)
     assert all(not set(d.own) & set(d.helped) for d in found)

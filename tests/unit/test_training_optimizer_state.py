@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.manifest import InnerConfig
 from p2pdiloco.training.corpus import Batches
 from p2pdiloco.training.dataset_files import Corpus
-from p2pdiloco.training.optimizer_state import PIECE, InnerStateError, Keeper, parts, put, take
+from p2pdiloco.training.optimizer_state import PIECE, InnerStateError, InnerStateFile, parts, put, take
 from p2pdiloco.training.optimizers import inner_optimizers
 
 Optimizers = list[torch.optim.Optimizer]
@@ -70,10 +70,10 @@ def test_only_what_is_small_is_copied_when_it_is_taken(tmp_path: Path) -> None:
         assert {value.data_ptr() in places for value in state.values() if not value.dim()} <= {False}
     steps = {name: value.clone() for name, value in taken.items() if not value.dim()}
     step(*three)
-    keeper = Keeper(tmp_path / "state")
-    keeper.keep(taken)
-    keeper.join()
-    found = keeper.read()
+    state_file = InnerStateFile(tmp_path / "state")
+    state_file.keep(taken)
+    state_file.join()
+    found = state_file.read()
     assert found is not None
     assert all(torch.equal(found[name], value) for name, value in steps.items())
     assert torch.equal(found["0.exp_avg"], next(s["exp_avg"] for s in states))
@@ -83,10 +83,10 @@ def test_only_what_is_small_is_copied_when_it_is_taken(tmp_path: Path) -> None:
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path, kind: Literal["adamw", "muon"]) -> None:
     _, optimizers, batches = trained(kind)
     taken = {**take(optimizers, batches, 4), "half": torch.arange(5).bfloat16(), "one": torch.tensor(3.0)}
-    keeper = Keeper(tmp_path / "state")
-    keeper.keep(taken)
-    keeper.join()
-    found = keeper.read()
+    state_file = InnerStateFile(tmp_path / "state")
+    state_file.keep(taken)
+    state_file.join()
+    found = state_file.read()
     assert found is not None
     assert found.keys() == taken.keys()
     assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in taken.items())
@@ -158,15 +158,15 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     _, optimizer, batches = trained()
-    keeper = Keeper(tmp_path / "state", full)
-    keeper.keep(take(optimizer, batches, 4))
-    keeper.join()
-    assert "No space left" in keeper.trouble
-    assert keeper.read() is None
+    state_file = InnerStateFile(tmp_path / "state", full)
+    state_file.keep(take(optimizer, batches, 4))
+    state_file.join()
+    assert "No space left" in state_file.trouble
+    assert state_file.read() is None
 
 
 def test_what_a_killed_learner_had_half_written_is_swept(tmp_path: Path) -> None:
     (tmp_path / ".learner.safetensors.a1b2.part").write_bytes(b"half")
     (tmp_path / ".state-00000001.safetensors.part").write_bytes(b"the node's")
-    Keeper(tmp_path / "learner.safetensors")
+    InnerStateFile(tmp_path / "learner.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == [".state-00000001.safetensors.part"]

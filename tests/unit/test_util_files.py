@@ -19,7 +19,7 @@ from p2pdiloco.discovery.p2pd import SocketFolder
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.training.optimizer_state import InnerStateError, Keeper
+from p2pdiloco.training.optimizer_state import InnerStateError, InnerStateFile
 from p2pdiloco.training.parameters import read_buffers
 from p2pdiloco.transport.identity import Identity, IdentityError
 from p2pdiloco.util import files
@@ -233,7 +233,7 @@ def within_seconds() -> Iterator[None]:
 OPENERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "state-00000001.json": (lambda path: checkpoint.load(path.parent), CheckpointError),
     "identity.key": (Identity.load, IdentityError),
-    "inner.safetensors": (lambda path: Keeper(path).read(), InnerStateError),
+    "inner.safetensors": (lambda path: InnerStateFile(path).read(), InnerStateError),
     "buffers.safetensors": (lambda path: read_buffers(path.parent, "run"), OSError),  # type: ignore[arg-type]
     "metrics.jsonl": (lambda path: Metrics(path).__enter__(), OSError),
     "lock": (lock, OSError),

@@ -23,7 +23,7 @@ from p2pdiloco.peer.ending import Ending
 from p2pdiloco.peer.host import Queue
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
-from p2pdiloco.peer.signatures import Standing
+from p2pdiloco.peer.signatures import Permissions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -173,7 +173,7 @@ class Member:
         identity: Identity,
         *,
         has_learner: bool,
-        standing: Standing | None = None,
+        permissions: Permissions | None = None,
         **options: Any,
     ) -> None:
         self._stage = stage
@@ -213,7 +213,7 @@ class Member:
             sent_bytes=lambda: 0,
             status=lambda _: None,  # type: ignore[arg-type,return-value]
             observed=self._observed,
-            standing=standing or Everybody(),
+            permissions=permissions or Everybody(),
         )
         self.driver = self.peer.driver
         self.machine = self.peer.machine
