@@ -22,7 +22,7 @@ from p2pdiloco.protocol.messages import CommitHeader
 from p2pdiloco.protocol.state import Core
 
 AUDIT_SHARE = 0.1
-"""Expected number of audits of a commit, over all peers; docs/protocol.md says how soon that finds a lying owner. An
+"""Expected number of audits of a commit, over all peers; docs/results.md says how soon that finds a lying owner. An
 audit moves each contribution once and a version moves it twice (up, and down as part of the commits to all peers), so
 audits cost 5 % of the traffic."""
 LONG_AUDITS = 2.0

@@ -14,8 +14,7 @@ rule      question                                               counted        
 H2b       does a newcomer know enough to download a state?       donors                     most
 H2a, H2d  does a newcomer believe a state?                       donors                     most; founder; leading late
 H2f-H2h   does it believe the state's last commit, too?          donors without its owner   founder; most; leading
-H3a       does a peer believe a heavier fork of its own chain?   nobody                     time for its versions
-H3b       does it believe another heavier state?                 donors                     most; leading in the end
+H3b       does a peer believe a heavier state, if not by H3a?    donors                     most; leading in the end
 H3f       does it believe a lighter state?                       all                        most, for long
 V2c       does it believe what it has rejected?                  all                        most
 K4a       does a peer that goes back believe a state?            donors that went back      most
