@@ -62,7 +62,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=64)] = ("q_proj", "v_proj")
     """Names of the linear layers that get an adapter, in every block."""
     base_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?\Z")] = ""
-    """Digest of the base weights. A joiner with other weights is refused. Leave it out. Default: filled in."""
+    """Digest of the base weights. A joiner with other weights is refused. Default: filled in."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +77,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     could fetch code or weights are refused. A training script's run records its transformers model here."""
     folder: Annotated[str, Meta(max_length=4096)] = ""
     """For ``huggingface``, instead of ``config``: the founder's folder with config.json and the safetensors to begin
-    with. It stays on the founder's machine and is not part of the manifest."""
+    with. It stays on the founder's machine."""
     lora: LoraConfig | None = None
     """For ``huggingface`` with ``folder``: train adapters instead of all weights. See the table below."""
     frozen_digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")] | UnsetType = UNSET
@@ -109,15 +109,15 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ``tokenizer``. Other files of the folder are left out. gzip and zstandard are decompressed. Data larger than 1 GiB
     are mapped; several or compressed files, and tokens, are copied to ``~/.cache/p2pdiloco`` for that."""
     path: Annotated[str, Meta(max_length=4096)] = ""
-    """The founder's folder, or a single file of documents. Joiners pass ``--data``. It is not part of the manifest."""
+    """The founder's folder, or a single file of documents. Joiners pass ``--data``."""
     pattern: Annotated[str, Meta(max_length=256)] = ""
     """Glob pattern of the files below the folder. Default: ``*.py`` for ``files``; ``*.txt``; ``*.jsonl`` and, if they
     are arrays, ``*.json``; or ``*.parquet``. All but Parquet also with ``.gz`` or ``.zst``."""
     tokenizer: Annotated[str, Meta(max_length=4096)] = ""
     """For documents: the founder's folder with tokenizer.json. Joiners keep a copy in their data folder or pass
-    ``--tokenizer``. It is not part of the manifest."""
+    ``--tokenizer``."""
     tokenizer_digest: Annotated[str, Meta(max_length=40)] = ""
-    """Digest of tokenizer.json. A joiner with another tokenizer is refused. Leave it out. Default: filled in."""
+    """Digest of tokenizer.json. A joiner with another tokenizer is refused. Default: filled in."""
     column: Annotated[str, Meta(min_length=1, max_length=256)] = "text"
     """For ``jsonl`` and ``parquet``: the column that holds the text, or chat messages, which the chat template beside
     tokenizer.json turns into a text. Rows where it is null are skipped. Without a column ``text``, the columns

@@ -28,9 +28,8 @@ HEAD = """\
 
 # Configuration of a run
 
-A run is described by one TOML file.
-`p2pdiloco start FILE` creates the run from it.
-Every peer of the run gets the same settings, and nobody can change them afterwards.
+`p2pdiloco start FILE` creates a run from one TOML file.
+All its peers get the same settings, which nobody can change afterwards.
 A peer sets its own addresses, device, limits and folders on the command line: [operating.md](operating.md).
 
 - Leave out what you do not need: a default is a safe value, unless the table says otherwise.

@@ -66,7 +66,7 @@ FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
 DOCUMENT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 INDUCED = ("Errors of commands", "Findings of `doctor`")
 """Sections of the document whose rows are induced here."""
-SAYS_WHAT_TO_DO = re.compile(r"write |choose one of|did you mean")
+SAYS_WHAT_TO_DO = re.compile(r"write |choose one of|did you mean|must be |give --|name one with")
 """Messages that the document leaves out."""
 FEWEST = 30
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
