@@ -173,9 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faulthandler.register(signal.SIGTERM, file=2, chain=True)
     if not options.reattach_s:
         die_with_parent()
-    listener = None
-    if options.socket_name and options.reattach_s:
-        listener = NodeListener(options.socket_name, options.reattach_s)
+    listener = NodeListener(options.socket_name, options.reattach_s) if options.socket_name else None
     node = ParentNode(options.manifest, socket.socket(fileno=options.socket_fd), options.memory_fd, listener)
     try:
         learner = _build(options, node)

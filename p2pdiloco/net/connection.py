@@ -304,9 +304,7 @@ class Connection:
             self._close_socket(end.reason)
         elif end.is_retiring and session.is_idle:
             if end.record_retired("us"):
-                session.send_frame(
-                    encode_goodbye(GoodbyeCode.DUPLICATE, "another connection between the two peers stays")
-                )
+                session.send_frame(encode_goodbye(GoodbyeCode.DUPLICATE, "another connection of the two peers stays"))
             else:
                 self._close_if_both_retired()
 
@@ -382,7 +380,7 @@ class Connection:
 
     def _close_if_both_retired(self) -> None:
         if self._end.have_both_retired and self._end.over is None:
-            self._close_socket("another connection between the two peers stays")
+            self._close_socket("another connection of the two peers stays")
 
     def _set_deadline(self, delay_s: float | None, reason: str = "") -> None:
         """Set the connection's only deadline; None removes it."""

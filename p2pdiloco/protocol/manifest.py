@@ -52,8 +52,8 @@ Access = Literal["open", "invite", "list"]
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters (LoRA, arXiv 2106.09685) on a Hugging Face model. Only the adapters are trained and sent. Every
-    peer has the base weights in a folder of its own (``--model``). Without this table all weights are trained."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on a Hugging Face model: only these are trained and sent. Every peer
+    has the base weights in a folder of its own (``--model``)."""
 
     rank: Annotated[int, Meta(ge=1, le=4096)] = 8
     """Rank of each adapter. A larger one trains and sends more parameters."""

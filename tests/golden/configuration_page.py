@@ -33,7 +33,6 @@ All its peers get the same settings, which nobody can change afterwards.
 A peer sets its own addresses, device, limits and folders on the command line: [operating.md](operating.md).
 
 - Leave out what you do not need: a default is a safe value, unless the table says otherwise.
-- An unknown key or an impossible value is refused, with the allowed values.
 - `p2pdiloco plan CONFIG --peers 8 --up 100mbit --step-time 2` estimates what the settings cost.
 - Shipped examples: [`p2pdiloco/runs`](../p2pdiloco/runs). A short file:
 
