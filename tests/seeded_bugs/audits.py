@@ -68,7 +68,7 @@ BUGS = (
         "any limit may be stated",
         "p2pdiloco.protocol.chain",
         "Chain.problem",
-        "header.longest != self.stated_longest(header.contributors)",
+        "header.longest != _stated(longest)",
         "False",
         "an owner makes each step as long as it likes, and every audit finds it right",
         "test_a_commit_states_the_limit_that_its_merge_kept_to",

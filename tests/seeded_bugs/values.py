@@ -51,9 +51,9 @@ BUGS = (
     _bug(
         "the stride is not in the record",
         "protocol.chain",
-        "Chain.record_after",
-        "record_of(marks, Trained(), stride)",
-        "record_of(marks, Trained())",
+        "Chain.successor",
+        "record_of(marks, trained, norm_bound)",
+        "record_of(marks, trained)",
         "a newcomer is told another mean than the others have, and refuses what they take",
         "test_the_mean_of_lengths_is_the_same_everywhere",
     ),
