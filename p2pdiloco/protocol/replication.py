@@ -445,8 +445,7 @@ class Replication:
         filled with answers of many."""
         if ("asked", shard) not in self.core.alarms:
             return
-        has_come = shard in self.applying or ("turn", shard) in self.core.alarms
-        if has_come or (other := self._reporter(shard)) is None:
+        if shard in self.applying or (other := self._reporter(shard)) is None:
             self._ask_another_later(shard)
         else:
             self.on_request_timeout(shard)
