@@ -1,8 +1,9 @@
 """Relays in a simulated network: a peer that can be dialled joins the connections of two that cannot connect directly.
 
 Rules of this file, after nat/introducer.py and nat/rendezvous_server.py:
-1. A pair takes any living relay that has a free place, each as likely; without one it tries again. In the product,
-   one of the two must be registered with the relay, and each is registered with at most three.
+1. A pair takes any living relay that has room, or, if none has, a free place, each as likely; without one it tries
+   again. In the product, one of the two must be registered with the relay, and each is registered with at most three.
+   Room and budget follow the relay's line, as if it had measured that before any pair came.
 2. Both paths' delays add. A payload takes the relay's downlink, then its budget, in the order of arrival (it is paid
    for afterwards, and a payload is smaller than the largest turn), then its share of the relay's uplink. States, which
    are tiny here, and messages without a payload take only the delays.
@@ -16,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
-from p2pdiloco.nat.rendezvous_server import RELAYS
+from p2pdiloco.nat.rendezvous_server import RELAYS, relay_limits
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.sockets import DEAD_AFTER_S
 from tests.machine_sim.network import Delivery, Link, LinkQuality
@@ -27,14 +28,17 @@ from tests.simulation.network import Key
 from tests.simulation.topologies import Pair, pair_of
 
 BUDGET_BYTES_PER_S = 50e6 / 8
-"""The default of ``--relay``."""
+"""The default of ``--relay``: the largest budget."""
 
 
 class RelayedNetwork(SharedNetwork):
     """See the module's rules."""
 
-    def __init__(self, world: World, bandwidths: Mapping[PeerId, Bandwidth]) -> None:
+    def __init__(self, world: World, bandwidths: Mapping[PeerId, Bandwidth], own_bytes_per_s: float) -> None:
         super().__init__(world, bandwidths)
+        self._bandwidths = bandwidths
+        self._own_bytes_per_s = own_bytes_per_s
+        """Payloads that each peer sends on average."""
         self.relays: set[PeerId] = set()
         """Peers that relay while they live."""
         self.unreachable: set[Pair] = set()
@@ -46,6 +50,11 @@ class RelayedNetwork(SharedNetwork):
         self._budget_at: dict[PeerId, float] = {}
         """When each relay's budget allows more."""
 
+    def limits(self, relay: PeerId) -> tuple[float, int]:
+        """Return the budget of a relay, and the number of pairs for which it has room."""
+        line = self._bandwidths[relay].up_bytes_per_s
+        return relay_limits(BUDGET_BYTES_PER_S, line, self._own_bytes_per_s, len(self.world.processes) - 1)
+
     def _finds_path(self, pair: Pair) -> bool:
         if pair not in self.unreachable:
             return True
@@ -55,8 +64,9 @@ class RelayedNetwork(SharedNetwork):
             for name in sorted(self.relays & living.keys())
             if taken[name] < RELAYS and not living[name].is_paused()
         ]
+        roomy = [name for name in free if taken[name] < self.limits(name)[1]]
         if free:
-            self.relay_of[pair] = self.world.random.choice(free)
+            self.relay_of[pair] = self.world.random.choice(roomy or free)
         return bool(free)
 
     def quality(self, key: Key) -> LinkQuality:
@@ -80,7 +90,7 @@ class RelayedNetwork(SharedNetwork):
         if self.is_measured:
             self.relayed_bytes += payload_bytes
         size, now = on_the_line(payload_bytes), self.world.now
-        took_s = size / BUDGET_BYTES_PER_S
+        took_s = size / self.limits(relay)[0]
         begins_at = max(self._budget_at.get(relay, 0.0), self.lines.taken_at(relay, size, now) - took_s)
         self._budget_at[relay] = begins_at + took_s
         self.lines.uplink(link.source.name).hold(link)

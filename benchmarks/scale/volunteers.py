@@ -150,7 +150,9 @@ class Swarm:
         self.world = world = World(options.seed, self._config_of, network, self.meter)
         world.conditions.clock_drift = 1e-4
         self.lines: dict[PeerId, Bandwidth] = {}
-        self.network = world.network = RelayedNetwork(world, self.lines)
+        self.need = 2 * options.payload * options.shards / (SYNC_EVERY * STEP_S)
+        """Bytes of payloads that a peer sends per second: contributions, and as much of commits."""
+        self.network = world.network = RelayedNetwork(world, self.lines, self.need)
         world.network.default = PATH
         names = [self._add() for _ in range(peers)]
         self.hidden = set[PeerId]()
@@ -171,12 +173,11 @@ class Swarm:
             up, down = self.random.choices(list(MIXED), list(MIXED.values()))[0]
         line = Bandwidth(up_bytes_per_s=up * 1e6 / 8, down_bytes_per_s=down * 1e6 / 8)
         self.lines[name] = line
-        need = 2 * given.payload * given.shards / (SYNC_EVERY * STEP_S)
         setting = PeerSetting(
             step_s=STEP_S * (1.0 + 0.1 * self.random.random()),
             payload_bytes=given.payload,
             state_bytes=1000,
-            weight=SLOW_LINE_WEIGHT if need > SLOW * line.up_bytes_per_s else 1.0,
+            weight=SLOW_LINE_WEIGHT if self.need > SLOW * line.up_bytes_per_s else 1.0,
             keeps_commits=int((count + 1) * given.liars) > int(count * given.liars),
         )
         self.world.add(name, setting, at=self.world.now, is_founder=count == 0)

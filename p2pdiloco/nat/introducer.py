@@ -10,6 +10,8 @@ Rules of this file:
    wanted peer; PAIR_S seconds for each pair; one byte at a time from a line. A ticket is valid once.
 3. Addresses go only to the two peers, and only after both have opened a line. So no peer is made to dial another one
    that does not expect it.
+4. Beyond ``room`` pairs, an asker is refused once for each peer that it wants, so that it tries its other servers. If
+   it asks again within AGAIN_S, it has found no better one, and the pair is relayed if a place is free.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ ASKED_BURST, ASKED_PER_S = 20, 40 / 60
 CALLED_BURST, CALLED_PER_S = 20, 40 / 60
 # Lifetime of a pair, from the introduction to a direct connection or a relay.
 PAIR_S = 15.0
+# Longer than an asker takes to try all of its servers and to ask again (PeerManager: pauses of up to 30 s).
+AGAIN_S = 120.0
 
 
 class NotIntroducedError(Exception):
@@ -72,6 +76,10 @@ class Introducer:
 
     def __init__(self, relays: int) -> None:
         self._places = relays
+        self.room = relays
+        """Number of relayed pairs for which there is room; the next ones only if they find no other relay."""
+        # Pairs, asker first, that were refused for want of room, oldest first, and when.
+        self._refused: dict[tuple[PeerId, PeerId], float] = {}
         # Unused tickets: the pair and the side (0 or 1) whose line has not been opened yet.
         self._waiting: dict[bytes, tuple[_Pair, int]] = {}
         self._lines: dict[Hashable, tuple[_Pair, int]] = {}
@@ -148,7 +156,7 @@ class Introducer:
             return
         pair.wants_relay[side] = True
         if all(pair.wants_relay):
-            self._join(pair)
+            self._join(pair, now)
 
     def handle_closed(self, line: Hashable, now: float) -> None:
         """Handle the end of a line, closed by either side."""
@@ -175,12 +183,24 @@ class Introducer:
         while self._events:
             yield self._events.popleft()
 
-    def _join(self, pair: _Pair) -> None:
+    def _has_room(self, pair: _Pair, now: float) -> bool:
+        """Return whether to relay the pair; if not, it may ask again."""
+        if len(self._joined) >= self._places:
+            return False
+        refused_at = self._refused.pop(pair.peers, -AGAIN_S)
+        if len(self._joined) < self.room or now - refused_at < AGAIN_S:
+            return True
+        if len(self._refused) >= PAIRS:
+            del self._refused[next(iter(self._refused))]
+        self._refused[pair.peers] = now
+        return False
+
+    def _join(self, pair: _Pair, now: float) -> None:
         first, second = pair.lines
         assert first is not None
         assert second is not None
-        if len(self._joined) >= self._places:
-            reason = "does not relay" if not self._places else f"already relays {self._places} pairs, its limit"
+        if not self._has_room(pair, now):
+            reason = "does not relay" if not self._places else f"relays {len(self._joined)} pairs, and has no room"
             for line in (first, second):
                 self._refuse(line, f"this rendezvous server {reason}")
             self._end(pair, hangs=False)

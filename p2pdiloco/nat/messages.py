@@ -60,7 +60,6 @@ class Attended(msgspec.Struct, frozen=True, array_like=True):
     host: Host
     port: Port
     answers: Annotated[tuple[bool, ...], Meta(max_length=2)] = ()
-    relays: bool = False
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet?"):

@@ -70,6 +70,10 @@ class Budget:
         # Number of directions that were waiting when turns were last given.
         self._sharing = 0
 
+    def set_rate(self, bytes_per_s: float) -> None:
+        """Change the limit. It counts from the next turn on."""
+        self._pacer.set_rate(bytes_per_s, asyncio.get_running_loop().time())
+
     @property
     def turn_bytes(self) -> int:
         """Number of bytes that a direction should take at a time."""
@@ -116,7 +120,7 @@ class Relay:
     """Relays bytes between pairs of sockets within one shared budget."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
-        self._budget = Budget(bytes_per_s)
+        self.budget = Budget(bytes_per_s)
         self.carried_bytes = 0
 
     async def carry(self, a: socket.socket, b: socket.socket, carried: list[int]) -> None:
@@ -137,12 +141,12 @@ class Relay:
             fcntl.fcntl(writer, F_SETPIPE_SZ, LARGEST_BYTES)
         loop, ahead_at = asyncio.get_running_loop(), 0.0
         try:
-            while count := await _splice(source.fileno(), writer, self._budget.turn_bytes, source.fileno()):
+            while count := await _splice(source.fileno(), writer, self.budget.turn_bytes, source.fileno()):
                 is_ahead = count <= SMALL_BYTES and loop.time() - ahead_at >= AHEAD_S
-                if is_ahead and self._budget.take_ahead(count):
+                if is_ahead and self.budget.take_ahead(count):
                     ahead_at = loop.time()
                 else:
-                    await self._budget.take(count)
+                    await self.budget.take(count)
                 self.carried_bytes += count
                 carried[side] += count
                 while count:
@@ -188,6 +192,10 @@ log = logs.get("meeting")
 
 # Maximum number of concurrently relayed pairs.
 RELAYS = 64
+# Share of the line that is relayed at least while it is used, however much this peer sends itself.
+LEAST_SHARE = 1 / 4
+# Share of the budget that relayed pairs fill on average, beyond which others look for another relay: rounds are uneven.
+FULL = 1 / 2
 OPENING_S = 5.0
 # Timeout for a called peer to agree.
 CALL_S = 4.0
@@ -197,6 +205,20 @@ DIAL_BURST, DIALS_PER_S = 8, 4 / 60
 DIALS_AT_ONCE = 16
 # Maximum number of lines that have not sent a ticket yet.
 BEGINNING = 96
+
+
+def relay_limits(most: float, line: float, own: float, peers: int) -> tuple[float, int]:
+    """Return the budget of a relay, and the number of pairs for which it has room.
+
+    All rates are in bytes per second.
+
+    Args:
+        most: largest budget.
+        line: what the line carries upwards.
+        own: what this peer sends itself on average, to its ``peers``; each of these sends as much.
+    """
+    budget, pair = min(most, max(LEAST_SHARE * line, line - own)), 2.0 * own / max(1, peers)
+    return budget, RELAYS if FULL * budget >= RELAYS * pair else int(FULL * budget / pair)
 
 
 class _Line(Struct, eq=False):
@@ -215,9 +237,9 @@ class RendezvousServer:
 
     def __init__(self, transport: Transport, bytes_per_s: float | None) -> None:
         self._transport = transport
+        self._most = bytes_per_s
         self.relay = Relay(bytes_per_s or None)
         self.introducer = Introducer(0 if bytes_per_s == 0 else RELAYS)
-        self._relays = bytes_per_s != 0
         # Proves to a server that dials back that it has reached this peer and not another one.
         self.token = os.urandom(intro.TICKET_BYTES)
         self._attending: dict[PeerId, None] = {}
@@ -229,6 +251,12 @@ class RendezvousServer:
         transport.setup.takers[intro.OPENING[:1]] = self.serve_line
         transport.answer_requests(intro.Attend, self._answer_attend)
         transport.answer_requests(intro.Meet, self._answer_meet)
+
+    def follow_line(self, own: float, peers: int) -> None:
+        """Relay no more than the line leaves, once its rate is known; ``relay_limits`` has the arguments."""
+        if self._most and (line := self._transport.line_bytes_per_s) is not None:
+            budget, self.introducer.room = relay_limits(self._most, line, own, peers)
+            self.relay.budget.set_rate(budget)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +278,7 @@ class RendezvousServer:
             )
         )
         reachable = tuple(bool(answer) for answer in answers) if None not in answers else ()
-        return Answer(encode(intro.Attended(channel.address.host, channel.address.port, reachable, self._relays)))
+        return Answer(encode(intro.Attended(channel.address.host, channel.address.port, reachable)))
 
     async def _answer_meet(self, asker: PeerId, request: intro.Meet) -> Answer:
         host, wanted = self._channel_of(asker).connection.host, PeerId(request.peer)

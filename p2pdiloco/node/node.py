@@ -176,6 +176,7 @@ class Node:
                 announced=link.announce,
                 relay_bytes_per_s=link.relay_bytes_per_s,
                 maps_port=link.maps_port,
+                payload_rate=lambda: (peer.driver.payload_bytes_per_s(), len(peer.machine.view.live)),
                 troubles=host.troubles,
             )
             shown = mine if authorizer.is_private else None

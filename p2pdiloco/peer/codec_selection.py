@@ -79,16 +79,19 @@ class CodecChoice:
         line, receivers = self._line(), min(FAN_OUT, max(1, len(self._view.live)))
         return line is None or line / receivers < FAST_BYTES_PER_S
 
-    def judge_line(self, round_bytes: float) -> bool:
-        """Judge whether the line is slow: a round's payloads fill more than half of it, which delays the commits that
-        this peer passes on. Return whether that changed.
+    def round_s(self) -> float:
+        """Return the seconds of a round of the whole model; 0 while no step time is known."""
+        return self._schedule.sync_every * self._view.fastest_step_time_s()
 
-        ``round_bytes``: payload bytes that a peer sends in a round of the whole model.
+    def judge_line(self, need: float) -> bool:
+        """Judge whether the line is slow: payloads fill more than half of it, which delays the commits that this peer
+        passes on. Return whether that changed.
+
+        ``need``: bytes per second of payloads that a peer sends; 0: not known.
         """
-        line, step_s = self._line(), self._view.fastest_step_time_s()
-        if line is None or step_s <= 0.0:
+        line = self._line()
+        if line is None or not need:
             return False
-        need = round_bytes / (self._schedule.sync_every * step_s)
         was_slow, self.is_line_slow = self.is_line_slow, need > (STILL_SLOW if self.is_line_slow else SLOW) * line
         return self.is_line_slow != was_slow
 

@@ -240,6 +240,11 @@ class Driver:
         per_parameter = up + (self.sent_down.per_parameter() or up)
         return self.state.layout.elements * per_parameter * others / (others + 1)
 
+    def payload_bytes_per_s(self) -> float:
+        """Return the rate of these bytes if all rounds come in time; 0 while no step time is known."""
+        round_s = self._codecs.round_s()
+        return self.round_bytes() / round_s if round_s > 0.0 else 0.0
+
     def submit(
         self,
         work: Callable[[], T],
@@ -354,7 +359,7 @@ class Driver:
             self.payload_cache.shards[effect.shard].put(digest, payload)
             if rung is not None:
                 self._codecs.record("up", effect.shard, rung, len(payload), error)
-            if self._codecs.judge_line(self.round_bytes()):
+            if self._codecs.judge_line(self.payload_bytes_per_s()):
                 self.feed(ev.LineChanged(self._codecs.is_line_slow))
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
 

@@ -67,6 +67,7 @@ class Reachability:
         announced: Sequence[str],
         relay_bytes_per_s: float | None,
         maps_port: bool,
+        payload_rate: Callable[[], tuple[float, int]] = lambda: (0.0, 0),
         troubles: dict[str, str] | None = None,
     ) -> None:
         """
@@ -75,6 +76,7 @@ class Reachability:
             announced: this peer's addresses, if the user gave any.
             relay_bytes_per_s: limit of relaying, as for ``RendezvousServer``.
             maps_port: whether the router may be asked to map a port.
+            payload_rate: returns bytes per second of payloads that this peer sends, and the number of its peers.
             troubles: problems of the tasks, see ``Tasks``.
         """
         self._directory = directory
@@ -94,6 +96,7 @@ class Reachability:
         self._said = ""
         self._is_directory_told = False
         self._maps_port = maps_port
+        self._payload_rate = payload_rate
         self._router: PortMapping | None = None
         self._stack = AsyncExitStack()
 
@@ -199,6 +202,7 @@ class Reachability:
         if self._router is None:
             self._start_port_mapping()
         while True:
+            self.server.follow_line(*self._payload_rate())
             self.client.forget_disconnected()
             for peer, where in (await self._candidates()).items():
                 is_attended = peer in self.client.attended

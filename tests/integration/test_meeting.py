@@ -176,6 +176,30 @@ def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatc
     run(work)
 
 
+def test_a_pair_takes_another_relay_than_one_without_room_but_that_if_there_is_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hole_punching, "PUNCHES", 0)
+
+    async def work() -> None:
+        async with meeting() as (ann, bob, full, address), Tasks() as tasks:
+            full.server.introducer.room = 0
+            with pytest.raises(DialError, match="has no room"):
+                await ann.rendezvous.connect(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
+            assert full.server.introducer.relayed_pairs == 1
+            roomy, eve = One(tasks, LISTEN), One(tasks)
+            async with roomy.serve(), eve.serve():
+                (other,) = roomy.transport.listen_addresses()
+                for one in (bob, eve):
+                    await one.rendezvous.attend(other, (), b"")
+                await eve.rendezvous.attend(address, (), b"")
+                await eve.rendezvous.connect(bob.id, [address, other])
+                assert [one.server.introducer.relayed_pairs for one in (full, roomy)] == [1, 1]
+
+    run(work)
+
+
 def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
@@ -427,7 +451,7 @@ def test_who_attends_learns_whether_it_can_be_dialled() -> None:
                 port = int(kim.transport.listen_addresses()[0].split("/")[4])
                 token = kim.server.token
                 told = (await kim.rendezvous.attend(address, (port, port), token)).observation
-                assert (told.host, told.answers, told.relays) == ("127.0.0.1", (True, True), True)
+                assert (told.host, told.answers) == ("127.0.0.1", (True, True))
                 (other,) = hub.transport.listen_addresses()
                 theirs = int(other.split("/")[4])
                 told = (await kim.rendezvous.attend(address, (theirs, 1), token)).observation

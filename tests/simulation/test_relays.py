@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.scale import relays
+from benchmarks.scale import relays, volunteers
 from benchmarks.scale.relays import BUDGET_BYTES_PER_S
 from benchmarks.scale.volunteers import Swarm, measure, options
 from p2pdiloco.protocol.ids import PeerId
@@ -75,6 +75,23 @@ def test_a_relay_keeps_to_its_budget_on_a_fast_line(monkeypatch: pytest.MonkeyPa
     assert first < 2 * DELAY_S + 0.1 * turn_s
     assert third - first == pytest.approx(2 * turn_s, rel=0.1)
     assert second - first == pytest.approx(turn_s, rel=0.1)
+
+
+def test_relays_behind_slow_lines_take_few_pairs_while_others_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(volunteers, "MIXED", {(1.0, 100.0): 1, (50.0, 300.0): 1})
+    swarm, _ = relayed("--unreachable", "0.3", "--mixed", "--seed", "3", peers=16)
+    network = swarm.network
+    slow = {name for name, line in swarm.lines.items() if line.up_bytes_per_s < 1e6}
+    taken = Counter(network.relay_of.values())
+    assert 0 < len(network.relays & slow) < len(network.relays)
+    assert sum(taken.values()) == len(network.unreachable)
+    assert max(taken[name] for name in slow) < min(taken[name] for name in network.relays - slow)
+
+
+def test_a_swarm_whose_only_relay_has_a_slow_line_keeps_all_pairs() -> None:
+    swarm, _ = relayed("--unreachable", "0.3", "--up", "1", peers=5)
+    (relay,) = set(swarm.network.relay_of.values())
+    assert swarm.network.limits(relay)[1] < len(swarm.network.relay_of) == len(swarm.network.unreachable)
 
 
 @pytest.mark.parametrize("is_silent", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pdiloco.nat.introducer import (
+    AGAIN_S,
     ASKED_BURST,
     ASKED_PER_S,
     CALLED_BURST,
@@ -94,6 +95,46 @@ def test_no_more_pairs_are_relayed_than_there_are_places():
     assert [event.line for event in said if isinstance(event, Hang)] == ["ann", "bob"]
     assert all(event.data.startswith(REFUSED) and b"does not relay" in event.data for event in said[::2])
     assert point.relayed_pairs == 0
+
+
+def is_relayed(point: Introducer, now: float, asker: str = "ann", wanted: str = "bob") -> bool:
+    """Whether a pair that needs a relay now gets one."""
+    tickets = (f"{asker}{wanted}{now:8}".encode().ljust(16)[-16:], f"{now:16}".encode()[-16:])
+    point.ask(PeerId(asker), f"host of {asker} {now}", PeerId(wanted), tickets, now)
+    lines = [(asker, now), (wanted, now)]
+    for line, ticket in zip(lines, tickets, strict=True):
+        point.handle_opened(line, ticket, line[0], 1000, 1000, now)
+    for line in lines:
+        point.handle_data(line, RELAY, now)
+    return any(isinstance(event, Joined) for event in point.events())
+
+
+def test_a_pair_for_which_there_is_no_room_is_relayed_when_it_asks_again():
+    """So it tries its other relays first, and a swarm whose only relay has a slow line keeps all its pairs."""
+    point = Introducer(relays=4)
+    point.room = 1
+    assert is_relayed(point, 0.0)
+    assert not is_relayed(point, 1.0, "ann", "cid")
+    assert not is_relayed(point, 2.0, "cid", "ann"), "the other one has its own relays to try"
+    assert is_relayed(point, AGAIN_S, "ann", "cid")
+    assert not is_relayed(point, 2.0 + AGAIN_S, "cid", "ann"), "that is long ago"
+    point.room = 3
+    assert is_relayed(point, 3.0 + AGAIN_S, "ann", "dan")
+    point.room = 0
+    assert not is_relayed(point, 4.0 + AGAIN_S, "ann", "eve")
+    assert is_relayed(point, 5.0 + AGAIN_S, "ann", "eve")
+    assert point.relayed_pairs == 4
+    assert not is_relayed(point, 6.0 + AGAIN_S, "ann", "fay")
+    assert not is_relayed(point, 7.0 + AGAIN_S, "ann", "fay"), "no place is left"
+
+
+def test_few_refused_pairs_are_remembered():
+    point = Introducer(relays=1)
+    point.room = 0
+    for number in range(PAIRS + 1):
+        assert not is_relayed(point, 0.1 * number, f"a{number}", f"b{number}")
+    assert is_relayed(point, 0.1 * PAIRS + 1.0, f"a{PAIRS}", f"b{PAIRS}")
+    assert not is_relayed(point, 0.1 * PAIRS + 2.0, "a0", "b0")
 
 
 def test_a_ticket_serves_once_and_not_for_ever():

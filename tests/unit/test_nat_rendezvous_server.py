@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from p2pdiloco.nat import rendezvous_server
-from p2pdiloco.nat.rendezvous_server import Budget, Relay
+from p2pdiloco.nat.rendezvous_server import RELAYS, Budget, Relay, relay_limits
 from tests.peer_sim.loop import VirtualLoop
 
 
@@ -87,6 +87,38 @@ def test_turns_are_long_for_one_and_short_for_many() -> None:
         assert Budget(None).turn_bytes == rendezvous_server.LARGEST_BYTES
 
     run(work())
+
+
+def test_a_changed_limit_counts_from_the_next_turn_on() -> None:
+    async def work() -> None:
+        loop, budget = asyncio.get_running_loop(), Budget(1e6)
+        await budget.take(300_000)
+        await budget.take(100_000)
+        budget.set_rate(1e5)
+        began = loop.time()
+        await budget.take(1000)
+        assert loop.time() - began == pytest.approx(1.0)
+
+    run(work())
+
+
+MBIT = 1e6 / 8
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "peers", "budget", "pairs"),
+    [
+        (1000.0, 7.0, 63, 50.0, RELAYS),  # a fast line: what the user allows
+        (60.0, 7.0, 63, 50.0, RELAYS),
+        (20.0, 7.0, 63, 13.0, 29),  # what its own payloads leave, of which pairs fill half on average
+        (8.0, 7.0, 63, 2.0, 4),  # a slow line: a quarter
+        (8.0, 7.0, 7, 2.0, 0),
+        (8.0, 0.0, 0, 8.0, RELAYS),  # a peer that is alone, or knows no step time
+    ],
+)
+def test_a_relay_follows_its_line(line: float, own: float, peers: int, budget: float, pairs: int) -> None:
+    found = relay_limits(50.0 * MBIT, line * MBIT, own * MBIT, peers)
+    assert found == (pytest.approx(budget * MBIT), pairs)
 
 
 def test_a_pair_that_has_ended_leaves_no_descriptor_open() -> None:

@@ -77,13 +77,13 @@ def test_half_the_overlap_and_what_leaves_us_decide(
 
 
 def test_a_line_is_slow_while_what_is_sent_fills_half_of_it(metrics: Metrics) -> None:
-    """O1c: a round has eight steps."""
-    need, round_bytes = 0.25 * M, 2.0 * M
+    """O1c."""
+    need = 0.25 * M
     lines = [None, *(need / share for share in (0.4, 0.55, 0.45, 0.6, 0.3, 0.45)), math.inf]
     one, found = choice(metrics, None), []
     for line in lines:
         one._line = partial(next, iter([line]))
-        has_changed = one.judge_line(round_bytes)
+        has_changed = one.judge_line(need)
         found.append((one.is_line_slow, has_changed))
     assert [is_slow for is_slow, _ in found] == [False, False, True, True, True, False, False, False]
     assert [has_changed for _, has_changed in found] == [False, False, True, False, False, True, False, False]
