@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from p2pdiloco.protocol.head_reports import HeadReports
 from p2pdiloco.protocol.ids import Digest, PeerId
-from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, Heads, commit_id
+from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, Heads
 from p2pdiloco.protocol.ownership import Candidates
 from p2pdiloco.protocol.state import Core
 
@@ -58,7 +58,7 @@ def announcement_ring(commit: Digest, order: tuple[PeerId, ...], place: int) -> 
     return tuple(sorted(order[first : first + width], key=lambda peer: blake2b(f"{peer}/{commit}".encode()).digest()))
 
 
-def relay_commit(core: Core, reports: HeadReports, header: CommitHeader) -> None:
+def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: CommitHeader) -> None:
     """Send a commit that this peer has made or applied to its children in the tree, and announce it to others.
 
     Newcomers could not apply it, and on a slow link a stream of commits would delay the states that they wait for: its
@@ -67,7 +67,7 @@ def relay_commit(core: Core, reports: HeadReports, header: CommitHeader) -> None
     if not core.is_current:
         return
     me, owner, shard, participation = core.config.peer, header.owner, header.shard, core.participation
-    head = Head(shard, header.version, commit_id(header), header.tokens)
+    head = Head(shard, header.version, commit, header.tokens)
     weights = {me: core.weight, owner: 0.0} | dict(participation.weights(shard))
     order = tree_order(head.id, owner, tuple(sorted(weights.items())))
     place = order.index(me)

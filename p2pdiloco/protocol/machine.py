@@ -232,11 +232,11 @@ class Machine:
         header = self.aggregation.commit(event)
         if header is None or event.shard in self.replication.applying:
             return
-        core = self.core
-        self.replication.apply(header, msg.commit_id(header))
-        relay_commit(core, self.replication.reports, header)
+        core, commit = self.core, msg.commit_id(header)
+        self.replication.apply(header, commit)
+        relay_commit(core, self.replication.reports, commit, header)
         if is_alone := not core.participation.peers(event.shard):
-            self.shutdown.solitary[event.shard] = msg.commit_id(header)
+            self.shutdown.solitary[event.shard] = commit
         if is_alone and not self.is_alone:
             told = f"shard {event.shard} version {header.version}: no other peer is live, so this peer merges alone"
             core.note("warning", "alone", told)

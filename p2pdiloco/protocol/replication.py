@@ -298,7 +298,7 @@ class Replication:
         is_followed = self.orphans.is_followed(head)
         self.aggregation.collections[shard].is_catching_up = is_followed
         if isinstance(target, CommitHeader) and target.owner != core.config.peer and not is_followed:
-            relay_commit(core, self.reports, target)
+            relay_commit(core, self.reports, head_id, target)
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:
