@@ -128,8 +128,8 @@ def _add_relay(sub: argparse._ActionsContainer) -> None:
         type=relay_rate,
         default="50mbit",
         metavar="RATE|off",
-        help="maximum rate for relaying between other peers that cannot connect; none: no limit, off: do not relay "
-        "(default: %(default)s)",
+        help="maximum rate for relaying between other peers that cannot connect, less if this peer's line leaves less; "
+        "none: no limit, off: do not relay (default: %(default)s)",
     )
 
 

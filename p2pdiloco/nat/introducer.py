@@ -72,11 +72,12 @@ class _Pair(Struct, eq=False):
 
 
 class Introducer:
-    """The state machine. ``relays`` is the maximum number of concurrently relayed pairs."""
+    """The state machine. ``relays`` is the maximum number of concurrently relayed pairs, ``room`` what there is at
+    first."""
 
-    def __init__(self, relays: int) -> None:
+    def __init__(self, relays: int, room: int = PAIRS) -> None:
         self._places = relays
-        self.room = relays
+        self.room = room
         """Number of relayed pairs for which there is room; the next ones only if they find no other relay."""
         # Pairs, asker first, that were refused for want of room, oldest first, and when.
         self._refused: dict[tuple[PeerId, PeerId], float] = {}

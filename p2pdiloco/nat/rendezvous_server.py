@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import resource
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -190,8 +191,10 @@ async def _ready(descriptor: int, *, writes: bool) -> None:
 
 log = logs.get("meeting")
 
-# Maximum number of concurrently relayed pairs.
-RELAYS = 64
+# Maximum number of concurrently relayed pairs, and for how many there is room while the line's rate is unknown.
+RELAYS, USUAL_RELAYS = 128, 64
+# A relayed pair has two sockets and two pipes: six descriptors. All pairs together take half of the process's.
+PAIR_SHARE = 12
 # Share of the line that is relayed at least while it is used, however much this peer sends itself.
 LEAST_SHARE = 1 / 4
 # Share of the budget that relayed pairs fill on average, beyond which others look for another relay: rounds are uneven.
@@ -221,6 +224,12 @@ def relay_limits(most: float, line: float, own: float, peers: int) -> tuple[floa
     return budget, RELAYS if FULL * budget >= RELAYS * pair else int(FULL * budget / pair)
 
 
+def relay_places() -> int:
+    """Return ``RELAYS``, or fewer if the process may open few descriptors (``RLIMIT_NOFILE``)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return RELAYS if soft == resource.RLIM_INFINITY else min(RELAYS, soft // PAIR_SHARE)
+
+
 class _Line(Struct, eq=False):
     raw: socket.socket
     reading: asyncio.Future[bytes] | None = None
@@ -239,7 +248,7 @@ class RendezvousServer:
         self._transport = transport
         self._most = bytes_per_s
         self.relay = Relay(bytes_per_s or None)
-        self.introducer = Introducer(0 if bytes_per_s == 0 else RELAYS)
+        self.introducer = Introducer(0 if bytes_per_s == 0 else relay_places(), USUAL_RELAYS)
         # Proves to a server that dials back that it has reached this peer and not another one.
         self.token = os.urandom(intro.TICKET_BYTES)
         self._attending: dict[PeerId, None] = {}
@@ -254,7 +263,7 @@ class RendezvousServer:
 
     def follow_line(self, own: float, peers: int) -> None:
         """Relay no more than the line leaves, once its rate is known; ``relay_limits`` has the arguments."""
-        if self._most and (line := self._transport.line_bytes_per_s) is not None:
+        if self._most and (line := self._transport.line_bytes_per_s):
             budget, self.introducer.room = relay_limits(self._most, line, own, peers)
             self.relay.budget.set_rate(budget)
 

@@ -16,7 +16,7 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.rendezvous_client import Registration
-from p2pdiloco.nat.rendezvous_server import RendezvousServer
+from p2pdiloco.nat.rendezvous_server import TICK_S, USUAL_RELAYS, RendezvousServer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm import peer_manager as peer_manager_module
@@ -92,7 +92,7 @@ class OpenRun:
 class Member(Observer):
     """A node's connections, and nothing else of it."""
 
-    def __init__(self, board: Board, listen: str, folder: Path) -> None:
+    def __init__(self, board: Board, listen: str, folder: Path, relay_bytes_per_s: float | None = None) -> None:
         identity = Identity.ephemeral()
         self.id, directory = identity.peer_id, board.of(identity.peer_id)
         self.transport = Transport(identity, listen=listen, run=RUN, version=WIRE_VERSION)
@@ -104,8 +104,9 @@ class Member(Observer):
             known,
             lookup,
             announced=(),
-            relay_bytes_per_s=None,
+            relay_bytes_per_s=relay_bytes_per_s,
             maps_port=False,
+            payload_rate=lambda: (100_000.0, 4),
         )
         self.peer_manager = PeerManager(
             RUN,
@@ -160,6 +161,23 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
             await work()
 
     asyncio.run(bounded())
+
+
+def test_a_member_relays_what_its_line_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachability_module, "LOOK_S", 0.01)
+
+    async def work() -> None:
+        one = Member(Board(), LISTEN, tmp_path, relay_bytes_per_s=1e6)
+        relay, introducer = one.reachability.server.relay, one.reachability.server.introducer
+        assert introducer.room == USUAL_RELAYS
+        async with one.serve(), one.reachability:
+            one.transport.set_budget(500_000.0, None)
+            keeping = asyncio.ensure_future(one.reachability.keep(lambda _: None))
+            await until(lambda: introducer.room == 4)
+            assert relay.budget.turn_bytes == int(400_000 * TICK_S)
+            keeping.cancel()
+
+    asyncio.run(work())
 
 
 def test_who_asks_around_does_not_wait_for_those_who_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 from collections.abc import Coroutine
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from p2pdiloco.nat import rendezvous_server
-from p2pdiloco.nat.rendezvous_server import RELAYS, Budget, Relay, relay_limits
+from p2pdiloco.nat.rendezvous_server import RELAYS, Budget, Relay, relay_limits, relay_places
 from tests.peer_sim.loop import VirtualLoop
 
 
@@ -108,8 +109,8 @@ MBIT = 1e6 / 8
 @pytest.mark.parametrize(
     ("line", "own", "peers", "budget", "pairs"),
     [
-        (1000.0, 7.0, 63, 50.0, RELAYS),  # a fast line: what the user allows
-        (60.0, 7.0, 63, 50.0, RELAYS),
+        (1000.0, 7.0, 63, 50.0, 112),  # a fast line: what the user allows
+        (1000.0, 6.0, 63, 50.0, RELAYS),
         (20.0, 7.0, 63, 13.0, 29),  # what its own payloads leave, of which pairs fill half on average
         (8.0, 7.0, 63, 2.0, 4),  # a slow line: a quarter
         (8.0, 7.0, 7, 2.0, 0),
@@ -119,6 +120,12 @@ MBIT = 1e6 / 8
 def test_a_relay_follows_its_line(line: float, own: float, peers: int, budget: float, pairs: int) -> None:
     found = relay_limits(50.0 * MBIT, line * MBIT, own * MBIT, peers)
     assert found == (pytest.approx(budget * MBIT), pairs)
+
+
+@pytest.mark.parametrize(("soft", "places"), [(256, 21), (1024, 85), (65536, RELAYS), (resource.RLIM_INFINITY, RELAYS)])
+def test_pairs_take_half_of_a_process_descriptors(monkeypatch: pytest.MonkeyPatch, soft: int, places: int) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    assert relay_places() == places
 
 
 def test_a_pair_that_has_ended_leaves_no_descriptor_open() -> None:
