@@ -29,8 +29,9 @@ def load_texts(
             (``*.txt``, one text a file); all but Parquet also compressed with gzip or zstandard. Or a data set on the
             Hugging Face hub, as ``OWNER/NAME``, ``OWNER/NAME:CONFIGURATION`` or ``hf://datasets/OWNER/NAME``; it is
             downloaded.
-        column: Name of the column that holds the text, or chat messages. Rows where it is null are skipped. Without a
-            column ``text``, the columns ``messages``, or ``instruction``, ``input`` and ``output``, are read.
+        column: Name of the column that holds the text, or chat messages. Rows where it is null or blank are skipped.
+            Without a column ``text``, the columns ``messages``, ``conversations`` (ShareGPT), or ``instruction``,
+            ``input`` and ``output`` (Alpaca), are read.
         split: For a data set on the hub: the split to read.
         kind: For a folder with files of several kinds: those to read.
         tokenizer: For chat messages: a tokenizer of transformers, whose chat template is used. The text has neither
@@ -94,4 +95,4 @@ def _hub(place: str, column: str, split: str, render: Callable[[Messages], str] 
         else:
             yield text
     if skipped:
-        log.warning(f"{skipped:,} rows of {place} have no text (null) and are skipped")
+        log.warning(f"{skipped:,} rows of {place} have no text (null or blank) and are skipped")

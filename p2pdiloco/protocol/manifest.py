@@ -120,8 +120,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Digest of tokenizer.json. A joiner with another tokenizer is refused. Default: filled in."""
     column: Annotated[str, Meta(min_length=1, max_length=256)] = "text"
     """For ``jsonl`` and ``parquet``: the column that holds the text, or chat messages, which the chat template beside
-    tokenizer.json turns into a text. Rows where it is null are skipped. Without a column ``text``, the columns
-    ``messages``, or ``instruction``, ``input`` and ``output``, are read."""
+    tokenizer.json turns into a text. Rows where it is null or blank are skipped. Without a column ``text``, the columns
+    ``messages``, ``conversations``, or ``instruction``, ``input`` and ``output``, are read."""
     separator: Annotated[str, Meta(max_length=256)] = ""
     """For documents: a token to append to each one, such as ``</s>``. Empty: no separator."""
     held_out_share: Annotated[float, Meta(gt=0.0, le=0.5)] = 0.05

@@ -2,9 +2,11 @@
 
 Rules of this file:
 1. The text of a row is in its column, as a text or as chat messages. Without a column ``text``, the usual columns of
-   chats are taken: ``messages``, or ``instruction``, ``input`` and ``output`` (Alpaca).
-2. Messages become a text by the chat template of the model's tokenizer.
-3. Rows whose text is null are skipped and counted. Anything else that is no text is an error, which names the row.
+   chats are taken: ``messages``, ``conversations``, or ``instruction``, ``input`` and ``output`` (Alpaca).
+2. Messages have ``role`` and ``content``, or ``from`` and ``value`` (ShareGPT). They become a text by the chat template
+   of the model's tokenizer.
+3. Rows whose text is null or blank are skipped and counted. Anything else that is no text is an error, which names the
+   row: a template renders nothing of keys that it does not know, and nobody would see it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ MAX_ARRAY_BYTES = 1 << 29
 # Amount of a text file that is encoded at once. It is cut at a line end.
 TEXT_BYTES = 1 << 20
 _ROWS = 256
-_CHATS = ("messages", "instruction", "input", "output")
+_CHATS = ("messages", "conversations")
+_ALPACA = ("instruction", "input", "output")
+# ``from`` in ShareGPT, by role.
+_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system", "tool")}}
 
 Messages = list[dict[str, Any]]
 
@@ -78,7 +83,7 @@ class Documents:
             except BROKEN as error:
                 raise CorpusError(f"{file} cannot be read ({error}): repair it or move it away") from error
         if self.skipped:
-            log.warning(f"{self.skipped:,} rows of {self._root} have no text (null) and are skipped")
+            log.warning(f"{self.skipped:,} rows of {self._root} have no text (null or blank) and are skipped")
 
     def _text(self, file: Path, name: str) -> Iterator[Document]:
         with io.TextIOWrapper(open_file(file), encoding="utf-8", errors="replace") as stream:
@@ -178,13 +183,15 @@ def columns_of(names: Any, column: str) -> list[str]:
         raise TypeError("a text has no columns")
     if column in names:
         return [column]
-    if column == "text" and ("messages" in names or {"instruction", "output"} <= set(names)):
-        return [name for name in _CHATS if name in names]
+    if column == "text":
+        found = [name for name in _CHATS if name in names][:1]
+        if found or {"instruction", "output"} <= set(names):
+            return found or [name for name in _ALPACA if name in names]
     raise KeyError(column)
 
 
 def text_of(row: Any, column: str, place: str, option: str, render: Callable[[Messages], str] | None) -> str | None:
-    """Return the text of a row; None if it is null. ``place`` and ``option`` are for messages.
+    """Return the text of a row; None if it is null or blank. ``place`` and ``option`` are for messages.
 
     Raises:
         CorpusError: the row has no such column, or no text in it.
@@ -193,8 +200,8 @@ def text_of(row: Any, column: str, place: str, option: str, render: Callable[[Me
         raise CorpusError(f"{place} is not a JSON object: repair it")
     if column in row or column != "text":
         value = row.get(column, ...)
-    elif "messages" in row:
-        value = row["messages"]
+    elif chat := next((name for name in _CHATS if name in row), None):
+        column, value = chat, row[chat]
     else:
         question, answer = (row.get(name, ...) for name in ("instruction", "output"))
         value = None if answer is None else ...
@@ -206,19 +213,39 @@ def text_of(row: Any, column: str, place: str, option: str, render: Callable[[Me
     except UnicodeDecodeError as error:
         raise CorpusError(f"{place}: {column!r} is not UTF-8: convert it") from error
     if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return value if value and not value.isspace() else None
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        messages = [_message(message, place) for message in value]
+        if not any(message.get("content") or message.get("tool_calls") for message in messages):
+            raise CorpusError(f"{place}: {column!r} has no message that is not empty: remove the row")
         if render is None:
             raise CorpusError(
                 f"{place} has chat messages: pass tokenizer=, a tokenizer of transformers with a chat template"
             )
         try:
-            return render(value)
+            text = render(messages)
         except CorpusError:
             raise
         except Exception as error:  # templates and transformers raise many types of errors
             raise CorpusError(f"{place}: the chat template cannot render the messages: {error}") from error
+        if not text or text.isspace():
+            raise CorpusError(f"{place}: the chat template makes no text of the messages: use another template")
+        return text
     raise CorpusError(f"{place}: {column!r} is not a text: repair it, or set {option}")
+
+
+def _message(given: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return a chat message with its role and content. Raises CorpusError if it is in no known form."""
+    told = {key: value for key, value in given.items() if value is not None}  # Parquet adds null for missing keys
+    if "role" in told and ("content" in given or "tool_calls" in told):
+        return dict(given)
+    if "value" in told and (role := _ROLES.get(str(told.get("from")))):
+        return {"role": role, "content": told["value"]}
+    has = ", ".join(f"{key} = {str(value)[:20]!r}" for key, value in told.items()) or "no keys"
+    raise CorpusError(
+        f"{place}: a chat message has {has}, but neither role and content, nor from ({', '.join(_ROLES)}) and value: "
+        "rename its keys"
+    )
 
 
 def _no_text(place: str) -> CorpusError:

@@ -40,7 +40,7 @@ from p2pdiloco.training.huggingface import EXTRA, import_transformers
 
 MAX_TOKENIZER_BYTES = 1 << 26
 _BATCH = 256
-_FORMAT = 2
+_FORMAT = 3
 _FILES = ("train.i32", "held_out.i32")
 _COUNTS = "counts.json"
 # Files beside tokenizer.json that may have the chat template.

@@ -14,10 +14,10 @@ import zstandard
 
 from p2pdiloco.integrations.datasets import load_texts
 from p2pdiloco.training.dataset_files import CorpusError
-from p2pdiloco.training.documents import MAX_ROW_BYTES
+from p2pdiloco.training.documents import MAX_ROW_BYTES, Messages, columns_of, text_of
 from p2pdiloco.training.export import byte_tokenizer
 
-TEXTS = ["one\u2028two\x85three", "naïve ☃", ""]
+TEXTS = ["one\u2028two\x85three", "naïve ☃", "b\n"]
 
 
 def test_json_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_a_folder_of_several_kinds_is_an_error_until_one_is_chosen(tmp_path: Pat
 
 
 def test_rows_without_a_text_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "texts.jsonl").write_bytes(lines(["a", None, "b", None]))
+    (tmp_path / "texts.jsonl").write_bytes(lines(["a", None, "b", "", " \n"]))
     assert list(load_texts(str(tmp_path))) == ["a", "b"]
-    assert "2 rows of" in caplog.text
+    assert "3 rows of" in caplog.text
 
 
 def test_a_line_that_is_too_long_and_one_of_nuls_are_told_as_such(tmp_path: Path) -> None:
@@ -124,6 +124,57 @@ def test_chats_become_texts_by_the_chat_template(tmp_path: Path) -> None:
     assert list(load_texts(str(chat), tokenizer=tokenizer)) == ["<s>[user]Hi[assistant]Hello"]
     chat.write_text(json.dumps({"talk": CHAT}) + "\n")
     assert len(list(load_texts(str(chat), tokenizer=tokenizer, column="talk"))) == 1
+
+
+def say(*said: tuple[str, object], keys: tuple[str, str] = ("from", "value")) -> list[dict[str, object]]:
+    return [dict(zip(keys, one, strict=True)) for one in said]
+
+
+SHAREGPT = say(("system", "Be kind"), ("human", "Hi"), ("gpt", "Hello"))
+
+
+def render(messages: Messages) -> str:
+    """As templates do: they write nothing for keys that they do not know."""
+    return "".join(f"[{message.get('role', '')}]{message.get('content') or ''}" for message in messages)
+
+
+def chat(row: dict[str, object]) -> str | None:
+    return text_of(row, "text", "row 7", "column=", render)
+
+
+def test_the_messages_of_sharegpt_are_read() -> None:
+    """They became "[][][]": a text without a word of theirs."""
+    assert chat({"id": "0", "conversations": SHAREGPT}) == "[system]Be kind[user]Hi[assistant]Hello"
+    filled = [message | {"role": None, "content": None} for message in SHAREGPT]  # by Parquet, if other rows have them
+    assert chat({"conversations": filled}) == chat({"conversations": SHAREGPT})
+    assert columns_of(["id", "conversations", "input"], "text") == ["conversations"]
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
+    assert chat({"messages": [*CHAT, call]}) == "[user]Hi[assistant]Hello[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (say(("user", "Hi"), keys=("role", "text")), "a chat message has role = 'user', text = 'Hi', but neither"),
+        (say(("observation", "3")), "a chat message has from = 'observation', value = '3', but"),
+        (
+            say(("user", ["Hi"]), keys=("speaker", "says")),
+            r"has speaker = 'user', says = \"\['Hi'\]\", but neither role and",
+        ),
+        ([{}], "a chat message has no keys, but"),
+        (say(("human", ""), ("gpt", "")), "'conversations' has no message that is not empty: remove the row"),
+        (say(("user", None), keys=("role", "content")), "has no message that is not empty"),
+        ([], "has no message that is not empty"),
+    ],
+)
+def test_messages_that_a_template_would_not_see_are_refused_with_row_and_keys(said: object, told: str) -> None:
+    with pytest.raises(CorpusError, match=f"row 7: .*{told}"):
+        chat({"conversations": said})
+
+
+def test_a_template_that_renders_nothing_is_named() -> None:
+    with pytest.raises(CorpusError, match="row 7: the chat template makes no text of the messages"):
+        text_of({"messages": CHAT}, "text", "row 7", "column=", lambda messages: "\n")
 
 
 @pytest.mark.skipif(not find_spec("pyarrow"), reason="needs the extra hf")
