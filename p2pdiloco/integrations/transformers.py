@@ -129,7 +129,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.outer is None or not module.training or not torch.is_grad_enabled():
             return
-        inputs = next((kwargs[name] for name in _INPUTS if kwargs.get(name) is not None), args[0] if args else None)
+        first = args[0] if args else None
+        given = first if isinstance(first, dict) else kwargs  # sentence-transformers gives all inputs as one
+        inputs = next((given[name] for name in _INPUTS if given.get(name) is not None), first)
         if isinstance(inputs, Tensor):
             self.outer.count(inputs.numel() if not inputs.is_floating_point() else inputs.shape[:2].numel())
 

@@ -10,6 +10,7 @@ Rules of this file:
 3. Each peer goes through its pieces, and through each of them, in an order of its own. Even if two peers train the same
    samples, their batches differ.
 4. All ranks of a rank group are one peer, and go through the same samples; each takes every n-th of them.
+5. Samples that a trainer repeats, because it compares several answers to one prompt (GRPO), stay together.
 """
 
 from __future__ import annotations
@@ -86,6 +87,22 @@ class OwnSamples(Sampler[int]):
                 yield from (own[i] for i in _shuffled(len(own), f"{me}/{epoch}/{piece}"))
 
 
+class OwnGroups(Sampler[int]):
+    """This peer's samples, repeated as trl's ``RepeatSampler`` does it, which is ``before``."""
+
+    def __init__(self, own: OwnSamples, before: Any) -> None:
+        self._own, self._before = own, before
+
+    def __len__(self) -> int:
+        return len(self._before)
+
+    def __iter__(self) -> Iterator[int]:
+        own, before = iter(self._own), self._before
+        while len(chunk := list(islice(own, before.batch_size))) == before.batch_size:
+            for index in chunk * before.repeat_count:
+                yield from [index] * before.mini_repeat_count
+
+
 def share_loader(loader: Any, known: Known) -> bool:
     """Make ``loader`` draw this peer's samples. Call it before anything iterates over it.
 
@@ -94,9 +111,12 @@ def share_loader(loader: Any, known: Known) -> bool:
     batches: Any = getattr(loader, "batch_sampler", None)
     while isinstance(getattr(batches, "batch_sampler", None), Sampler):  # accelerate wraps torch's batch sampler
         batches = batches.batch_sampler
-    if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:
+    if not isinstance(loader, DataLoader) or getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__:
         return False
     before = batches.sampler
+    if type(before).__name__ == "RepeatSampler" and type(before).__module__.startswith("trl."):
+        batches.sampler = OwnGroups(OwnSamples(len(loader.dataset), known), before)  # type: ignore[arg-type]
+        return True
     is_plain = isinstance(before, RandomSampler | SequentialSampler | DistributedSampler)
     if not is_plain or type(before).__name__ not in _REPLACED:
         return False

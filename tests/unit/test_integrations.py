@@ -76,6 +76,10 @@ def test_tokens_are_what_the_model_sees_while_it_trains() -> None:
     with torch.no_grad():
         model(input_ids=ids)
     assert outer.tokens == 45, "evaluation is no training"
+    embed = nn.Identity()
+    embed.register_forward_pre_hook(CallHook(callback._count), with_kwargs=True)
+    embed({"input_ids": ids, "attention_mask": ids})
+    assert outer.tokens == 60, "all inputs as one, which sentence-transformers gives"
 
 
 @pytest.mark.heavy

@@ -99,6 +99,49 @@ def test_a_loader_is_given_this_peers_samples(how: dict[str, Any]) -> None:
     assert drawn == (expected[1::2] if "sampler" in how else expected)
 
 
+class RepeatSampler(torch.utils.data.Sampler[int]):
+    """As trl has it: for GRPO, which compares several answers to each prompt."""
+
+    __module__ = "trl.trainer.utils"
+    mini_repeat_count, batch_size, repeat_count, length = 4, 3, 2, 1000
+
+    def __len__(self) -> int:
+        return self.length // self.batch_size * self.batch_size * self.mini_repeat_count * self.repeat_count
+
+
+def test_prompts_are_divided_and_the_answers_to_one_stay_together() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(1000)), batch_size=12, sampler=RepeatSampler())
+    before = len(loader)
+    assert share_loader(loader, lambda: ("bob", PEERS))
+    drawn = [batch.tolist() for (batch,) in loader]
+    assert len(drawn) == len(loader) == before
+    prompts = [batch[::4] for batch in drawn]
+    assert all(
+        batch == [index for index in three for _ in range(4)] for batch, three in zip(drawn, prompts, strict=True)
+    )
+    assert prompts[::2] == prompts[1::2], "each batch is used twice"
+    assert [index for three in prompts[::2] for index in three] == list(islice(own("bob", 1000), 999))
+
+
+class Labelled(BatchSampler):
+    """As sentence-transformers has it: torch's with more attributes. ``Unlike`` makes batches of its own."""
+
+
+class Unlike(Labelled):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def test_a_batch_sampler_that_is_torchs_by_another_name_is_given_this_peers_samples() -> None:
+    data = TensorDataset(torch.arange(100))
+    loaders = [
+        DataLoader(data, batch_sampler=kind(torch.utils.data.RandomSampler(data), 10, drop_last=False))
+        for kind in (Labelled, Unlike)
+    ]
+    assert [share_loader(loader, lambda: ("bob", PEERS)) for loader in loaders] == [True, False]
+    assert [int(index) for (batch,) in loaders[0] for index in batch] == list(islice(own("bob", 100), 100))
+
+
 def test_a_stream_is_shared_and_follows_the_peers(caplog: pytest.LogCaptureFixture) -> None:
     link = Link()
     loader, made = DataLoader(Stream(), batch_size=None), view(link)
