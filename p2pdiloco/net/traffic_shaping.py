@@ -37,6 +37,8 @@ SLICE_S = 0.002
 SLICE_LEAST, SLICE_MOST = 16 << 10, 128 << 10
 """One TLS record; what is encrypted and decrypted in a tenth of a millisecond. Slices of at most 64 KiB took 15 % more
 CPU (benchmarks/notes.md, control under bulk)."""
+SLICE_SLOW_S, SLICE_SLOW = 0.25, 1 << 10
+"""Longest duration of a slice below 64 kB/s, down to a packet."""
 SLICE_UNLIMITED = 256 << 10
 """Slice without a budget: one chunk, for a tenth less CPU."""
 
@@ -81,7 +83,8 @@ def slice_bytes(bytes_per_s: float | None) -> int:
     """Return the number of bytes to send at once at this rate."""
     if bytes_per_s is None:
         return SLICE_UNLIMITED
-    return min(SLICE_MOST, max(SLICE_LEAST, ceil(bytes_per_s * SLICE_S)))
+    least = min(SLICE_LEAST, max(SLICE_SLOW, ceil(bytes_per_s * SLICE_SLOW_S)))
+    return min(SLICE_MOST, max(least, ceil(bytes_per_s * SLICE_S)))
 
 
 # -- Fair scheduler ----------------------------------------------------------------------------------------------------

@@ -81,6 +81,13 @@ def test_what_did_not_fill_the_link_says_nothing_against_it() -> None:
     assert estimator.estimate == 200.0 * MB
 
 
+def test_a_line_of_64_kbit_gets_a_budget_that_it_carries() -> None:
+    """Heartbeats wait behind all bulk that is sent beyond what the line carries."""
+    estimator = BandwidthEstimator()
+    send(estimator, 8000.0, 10)
+    assert estimator.budget == pytest.approx(0.9 * 8000.0)
+
+
 def test_a_path_that_carries_nothing_leaves_the_floor() -> None:
     estimator = BandwidthEstimator()
     send(estimator, 0.0, 300)

@@ -8,6 +8,7 @@ from p2pdiloco.net.traffic_shaping import (
     DEBT_S,
     SLICE_LEAST,
     SLICE_MOST,
+    SLICE_SLOW,
     SLICE_UNLIMITED,
     FairScheduler,
     Pacer,
@@ -73,7 +74,9 @@ def test_a_debt_stays_the_same_in_bytes_when_the_rate_changes() -> None:
 def test_slices_are_short_in_time_within_their_bounds() -> None:
     assert slice_bytes(None) == SLICE_UNLIMITED
     assert slice_bytes(1e12) == SLICE_MOST
-    assert slice_bytes(1.0) == SLICE_LEAST
+    assert slice_bytes(1.0 * MB) == SLICE_LEAST
+    assert slice_bytes(8000.0) == 2000, "a heartbeat waits for a quarter of a second"
+    assert slice_bytes(1.0) == SLICE_SLOW
     assert slice_bytes(50 * MB) == 100_000
 
 
