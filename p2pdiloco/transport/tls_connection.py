@@ -63,7 +63,7 @@ class Channel(asyncio.BufferedProtocol):
         short."""
         self._acked_before: int | None = None
         """Bytes acknowledged before the first of these; None: none was sent, or the kernel does not count."""
-        self._has_come = False
+        self.long_packets_come = False
         """Whether one of these is known to have come."""
         self.opening: asyncio.Task[object] | None = None
         """Task of the TLS handshake."""
@@ -87,7 +87,7 @@ class Channel(asyncio.BufferedProtocol):
     def write(self, piece: Slice) -> None:
         """Send the next bytes."""
         assert self.transport is not None
-        if not self._has_come and len(piece.head) + len(piece.chunk) > sockets.SHORT_BYTES:
+        if not self.long_packets_come and len(piece.head) + len(piece.chunk) > sockets.SHORT_BYTES:
             self._look_at_long_packets()
         if len(piece.chunk):
             self.transport.writelines((piece.head, piece.chunk))
@@ -115,10 +115,10 @@ class Channel(asyncio.BufferedProtocol):
         acked = None if path is None else path.acked_bytes
         if self._acked_before is None:
             self._acked_before = acked
-        self._has_come = (
+        self.long_packets_come = (
             acked is not None and self._acked_before is not None and acked > self._acked_before + PROOF_BYTES
         )
-        self.may_lose_long_packets = not self._has_come and (path is None or path.round_trip_s < SLOW_S)
+        self.may_lose_long_packets = not self.long_packets_come and (path is None or path.round_trip_s < SLOW_S)
 
     def _pace(self, bytes_per_s: float | None) -> None:
         raw = self.transport.get_extra_info("socket") if self.transport is not None else None
@@ -141,7 +141,7 @@ class Channel(asyncio.BufferedProtocol):
         return buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._acked_before is not None and not self._has_come:
+        if self._acked_before is not None and not self.long_packets_come:
             self._look_at_long_packets()
         if self.connection.advance(nbytes):
             self._driver.on_data()

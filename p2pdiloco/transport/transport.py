@@ -435,7 +435,7 @@ class Transport:
 
     def on_lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
         """Report a closed socket to the endpoint."""
-        self.setup.check_path_mtu(channel, error)
+        self.setup.check_path_mtu(channel, error, self._channels.values())
         self._endpoint.handle_connection_lost(channel.connection.id, reason, self._loop.time())
         self._turn()
 

@@ -26,11 +26,16 @@ Seen = tuple[float, int | None]
 
 
 def is_narrow_after(
-    monkeypatch: pytest.MonkeyPatch, *seen: Seen, sent_bytes: int = 100_000, error: Exception | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    *seen: Seen,
+    sent_bytes: int = 100_000,
+    error: Exception | None = None,
+    other: str = "",
 ) -> bool:
     """Whether the path counts as narrow once a connection has timed out.
 
-    ``seen``: what the kernel told when the first bytes were sent, and when messages of the peer came later.
+    ``seen``: what the kernel told when the first bytes were sent, and when messages of the peer came later. ``other``:
+    the host of a second connection, on which long packets have come.
     """
 
     async def work() -> bool:
@@ -46,8 +51,15 @@ def is_narrow_after(
         for _ in seen[1:]:
             channel.buffer_updated(100)
         setup = ConnectionSetup.__new__(ConnectionSetup)
-        setup.narrow_paths, setup._listeners = NarrowPaths(), []
-        setup.check_path_mtu(channel, error or TimeoutError(110, "Connection timed out"))
+        setup.narrow_paths, setup._listeners, setup._wide_at = NarrowPaths(), [], {}
+        second: Any = SimpleNamespace(long_packets_come=True, connection=SimpleNamespace(host=other))
+        setup.check_path_mtu(channel, error or TimeoutError(110, "Connection timed out"), [channel, second])
+        if other:
+            monkeypatch.setattr(channel, "long_packets_come", False)
+            found = "10.0.0.9" in setup.narrow_paths
+            setup.check_path_mtu(second, None)
+            setup.check_path_mtu(channel, TimeoutError(110, "Connection timed out"))
+            assert ("10.0.0.9" in setup.narrow_paths) is found, "the second one ended a moment ago"
         return "10.0.0.9" in setup.narrow_paths
 
     return asyncio.run(work())
@@ -70,6 +82,12 @@ HEARTBEATS = (0.04, HANDSHAKE_BYTES + 500)
 )
 def test_only_a_hole_makes_a_path_narrow(monkeypatch: pytest.MonkeyPatch, seen: list[Seen], is_narrow: bool) -> None:
     assert is_narrow_after(monkeypatch, *seen) is is_narrow
+
+
+def test_where_long_packets_came_on_another_connection_a_lane_was_pushed_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a line of 64 kbit/s a lane got nothing through beside the first connection, and the path counted as narrow."""
+    assert not is_narrow_after(monkeypatch, BEFORE, HEARTBEATS, other="10.0.0.9")
+    assert is_narrow_after(monkeypatch, BEFORE, HEARTBEATS, other="10.0.0.8")
 
 
 def test_where_nothing_long_was_sent_nothing_long_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
