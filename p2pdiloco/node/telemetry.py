@@ -45,7 +45,7 @@ from p2pdiloco.peer.peer import Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.ids import PeerId, peer_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.swarm.limits import approached
 from p2pdiloco.timing import RateLimiter
@@ -120,6 +120,8 @@ class Telemetry:
         self._since: dict[str, tuple[object, float]] = {}
         self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._line = ThinLine(peer.machine.view.sync_every)
+        # Versions that hold other learners' progress.
+        self._of_others = 0
         self._outlook = EtaEstimator()
         self._watched_at = -math.inf
         self._began = peer.host.now()
@@ -139,6 +141,7 @@ class Telemetry:
             case ev.Applied():
                 header = view.commit_of(event.shard, event.head)
                 if header is not None:
+                    self._of_others += any(peer_of(one.learner) != view.me for one in header.contributors)
                     write(
                         "commit",
                         shard=event.shard,
@@ -202,6 +205,7 @@ class Telemetry:
             now,
             metrics.steps if view.phase == "training" else None,
             view.unmerged_tokens() * metrics.steps / max(1, metrics.tokens),
+            self._of_others,
             peer.driver.round_bytes(),
             (traffic.sent_bulk, traffic.received_bulk),
             self._links.waiting_payloads(),

@@ -25,12 +25,19 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 def ordinary_ending(
-    reason: str, view: MachineView, *, needs_majority: bool, trouble: str, learners: str, absence: str = ""
+    reason: str,
+    view: MachineView,
+    *,
+    needs_majority: bool,
+    trouble: str,
+    learners: str,
+    absence: str = "",
+    line: str = "",
 ) -> Ending:
     """Return the ending of a peer that ended without a failure.
 
     ``trouble``: problems that a person should look at; ``learners``: the learner's problem; ``absence``: why there is
-    no learner. All are empty if there is nothing to report.
+    no learner; ``line``: what is wrong with the line. All are empty if there is nothing to report.
     """
     unmerged = view.unmerged_tokens()
     if unmerged:
@@ -49,4 +56,6 @@ def ordinary_ending(
             "and have a second model. To combine both, let a peer of each side serve its model (p2pdiloco resume "
             "FOLDER --stay-s 3600): when they connect, the model with more tokens wins",
         )
+    if line:  # all is merged, but perhaps by this peer alone
+        return Ending(APART, f"{reason}, but other peers may not have this peer's progress: {line}")
     return Ending(0, reason)

@@ -233,6 +233,7 @@ class Peer:
             trouble=self.trouble,
             learners=self.supervision.trouble,
             absence=self.supervision.absence,
+            line=self.line_trouble,
         )
         return self._with_last_checkpoint(ending, await self.checkpoint_writer.save_last())
 

@@ -15,7 +15,7 @@ from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.observability.snapshot import Summary
-from p2pdiloco.peer.ending import APART, NOBODY, Ending
+from p2pdiloco.peer.ending import APART, NOBODY, Ending, ordinary_ending
 from p2pdiloco.protocol.manifest import RunConfig
 
 SUMMARY = Summary(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_bytes=1)
@@ -119,3 +119,14 @@ def test_a_newcomer_that_has_the_model_stays() -> None:
     view = SimpleNamespace(is_current=True, has_heard_end=True, live="")
     node.peer = cast(Any, SimpleNamespace(machine=SimpleNamespace(view=view)))
     asyncio.run(node._leave_when_abandoned())
+
+
+def test_a_line_that_was_too_thin_is_no_success_though_this_peer_has_merged_all_alone() -> None:
+    def ended(unmerged: int, line: str) -> Ending:
+        view: Any = SimpleNamespace(unmerged_tokens=lambda: unmerged, missing=0, has_finished=False)
+        return ordinary_ending("SIGTERM", view, needs_majority=False, trouble=line, learners="", line=line)
+
+    assert ended(0, "") == Ending(0, "SIGTERM")
+    thin = "the line is too thin for this run"
+    assert ended(0, thin) == Ending(APART, f"SIGTERM, but other peers may not have this peer's progress: {thin}")
+    assert ended(9, thin) == Ending(1, f"SIGTERM; 9 tokens were not merged in time and are lost ({thin})")

@@ -21,12 +21,14 @@ def told(
     rounds: float = 6.0,
     down: Callable[[float], float] | None = None,
     has_merges: bool = True,
+    is_alone: bool = False,
     step_s: float = STEP_S,
 ) -> list[tuple[float, str]]:
     """Return each sentence about the line, and after how many rounds it came, if the line carries these bytes per
     second at a time.
 
-    Payloads queue up, and a round's progress is merged when its bytes have come both ways.
+    Payloads queue up, and a round's progress is merged when its bytes have come both ways. ``is_alone``: peers lose
+    each other, and merge their own progress at once.
     """
     line, heard = ThinLine(SYNC_EVERY), list[tuple[float, str]]()
     carried, asked, merged, now = [0.0, 0.0], 0.0, 0.0, 0.0
@@ -37,7 +39,13 @@ def told(
             carried[way] = min(asked, carried[way] + speed(now))
         merged = min(carried) // ROUND_BYTES * SYNC_EVERY
         up, down_ = map(int, carried)
-        line.look(now, steps, steps - merged, ROUND_BYTES, (up, down_), (up < asked, down_ < asked))
+        waits = (up < asked, down_ < asked)
+        if is_alone:  # at every third look it has no connection
+            line.look(
+                now, steps, 3, 0, 0.0 if now % 3 == 2 else ROUND_BYTES, (up, down_), waits if now % 3 else (False,) * 2
+            )
+        else:
+            line.look(now, steps, steps - merged, int(merged), ROUND_BYTES, (up, down_), waits)
         if line.sentence != (heard[-1][1] if heard else ""):
             heard.append((now / SYNC_EVERY / step_s, line.sentence))
         now += 1.0
@@ -48,7 +56,7 @@ def test_a_thin_line_is_told_within_two_rounds_with_numbers_and_what_to_do() -> 
     line = ThinLine(SYNC_EVERY)
     for second in range(1 + 2 * SYNC_EVERY):
         assert not line.sentence
-        line.look(float(second), second, second, ROUND_BYTES, (8000 * second,) * 2, (True, True))
+        line.look(float(second), second, second, 0, ROUND_BYTES, (8000 * second,) * 2, (True, True))
     for part in (
         "a round (24 steps, 24 s) needs 860 kB each way (287 kbit/s)",
         "it carried 192 kB sent (64 kbit/s) and 192 kB received (64 kbit/s)",
@@ -85,6 +93,13 @@ def test_a_line_that_carries_the_rounds_is_not_told_of(rate: Callable[[float], f
     assert told(rate, rounds=12) == []
 
 
+def test_peers_that_lose_each_other_on_a_thin_line_and_merge_alone_are_told() -> None:
+    (after, text), *_ = told(lambda now: 8000.0, is_alone=True)
+    assert after <= 3.0
+    assert "nothing of other peers is merged here" in text
+    assert "needs 860 kB each way" in text
+
+
 def test_a_thin_line_one_way_is_told_of_that_way() -> None:
     (_, up), *_ = told(lambda now: 8000.0, down=lambda now: 1e7)
     (_, down), *_ = told(lambda now: 1e7, down=lambda now: 8000.0)
@@ -92,13 +107,15 @@ def test_a_thin_line_one_way_is_told_of_that_way() -> None:
     assert "received (" not in up
     assert "received (" in down
     assert "sent (" not in down
+    assert "the line is too thin for this run, or that of the peers that send" in down
+    assert "peers that send" not in up
 
 
 def test_a_line_that_is_long_and_not_thin_is_not_told_of() -> None:
     """Rounds of 60 ms do not fit into round trips of 800 ms, and losses keep payloads waiting; progress is merged."""
     line = ThinLine(3)
     for second in range(200):
-        line.look(float(second), 50 * second, 150, 43_000, (5_000 * second,) * 2, (False, second % 2 == 0))
+        line.look(float(second), 50 * second, 150, second, 43_000, (5_000 * second,) * 2, (False, second % 2 == 0))
         assert not line.sentence
 
 
@@ -106,7 +123,7 @@ def test_a_swarm_that_stands_still_is_no_thin_line() -> None:
     assert told(lambda now: 1e6, has_merges=False) == []
     line = ThinLine(SYNC_EVERY)
     for second in range(200):
-        line.look(float(second), second, second, ROUND_BYTES, (0, 0), (second % 10 == 0, False))
+        line.look(float(second), second, second, 0, ROUND_BYTES, (0, 0), (second % 10 == 0, False))
         assert not line.sentence
 
 
@@ -114,5 +131,5 @@ def test_a_learner_that_rests_begins_anew() -> None:
     line = ThinLine(SYNC_EVERY)
     for second in range(200):
         steps = None if second % 40 == 0 else second
-        line.look(float(second), steps, second, ROUND_BYTES, (8000 * second,) * 2, (True, True))
+        line.look(float(second), steps, second, 0, ROUND_BYTES, (8000 * second,) * 2, (True, True))
     assert not line.sentence
