@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 RATE_UNITS = {"kbit": 1_000, "mbit": 1_000_000, "gbit": 1_000_000_000}
-SLOWEST_BPS = 100_000
+SLOWEST_BPS = 32_000
 FASTEST_BPS = 10_000_000_000
 SHIPPED = Path(__file__).parent / "topologies"
 
@@ -217,7 +217,7 @@ def bits_per_second(text: str, field: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
     rate = 0 if found is None else round(float(found[1]) * RATE_UNITS[found[2]])
     if not SLOWEST_BPS <= rate <= FASTEST_BPS:
-        raise TopologyError(f"{field}: {text!r} is no rate from 100kbit to 10gbit, like 2.5gbit or 50mbit")
+        raise TopologyError(f"{field}: {text!r} is no rate from 32kbit to 10gbit, like 2.5gbit or 50mbit")
     return rate
 
 

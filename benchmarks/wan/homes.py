@@ -191,12 +191,14 @@ def gathered(
     absent: Container[int] = (),
     rests: bool = False,
     run: str = "",
+    own: Sequence[str] = (),
 ) -> Iterator[Gathering]:
     """A bootstrap in the first site, with the options ``hub``; the second founds a run, the others but those that are
     ``absent`` join it. With ``rests`` learners make no steps but the founder's first, until they are woken. Whatever
-    runs in the sites is killed at the end. ``run``: another run than ``CONFIG``, of so many ``steps``, as TOML."""
+    runs in the sites is killed at the end. ``run``: another run than ``CONFIG``, of so many ``steps``, as TOML;
+    ``own``: options of its peers."""
     folder.mkdir(parents=True, exist_ok=True)
-    config, own = folder / "run.toml", ["--threads", "1", "--stay-s", "0", "--page", "off"]
+    config, own = folder / "run.toml", ["--threads", "1", "--stay-s", "0", "--page", "off", *own]
     config.write_text(run)
     if not run:
         own += ["--data", _corpus(folder)]

@@ -30,7 +30,7 @@ def test_defaults_links_and_units():
     [
         ('name = "x"\n[[site]]\nname = "a"\n', "length >= 2"),
         (TWO.replace('"b"', '"a"'), "same name"),
-        (TWO.replace('"50mbit"', '"50"'), "site a: up: '50' is no rate from 100kbit to 10gbit"),
+        (TWO.replace('"50mbit"', '"50"'), "site a: up: '50' is no rate from 32kbit to 10gbit"),
         (TWO.replace('"50mbit"', '"50gbit"'), "no rate from"),
         (TWO.replace('name = "a"', 'name = "a"\ncolour = 1'), "colour"),
         (TWO.replace('"b"', '"../b"'), "matching regex"),
