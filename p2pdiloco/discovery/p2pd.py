@@ -329,9 +329,9 @@ class P2pdProcess:
         )
         if reason is None and peer not in self.detoured:
             self.detoured[peer] = is_narrow or any(lost)
-            if any(lost):  # else the node, or a full queue, was slow
+            # else the node, or a full queue, was slow
+            if any(lost) and self._narrow_paths.add(_host(where[lost.index(True)])):
                 log.warning("the path loses long packets; the directory uses short segments", peer=peer)
-                self._narrow_paths.add(_host(where[lost.index(True)]))
         if reason is not None:
             self.detoured.pop(peer, None)
         return reason

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import ipaddress
-import math
 import socket
 import ssl
 import struct
@@ -36,7 +35,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.timing import TokenBucket
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
-from p2pdiloco.transport.narrow_paths import HOSTS_LIMIT, NarrowPaths
+from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.transport.sockets import DialError, PeerRefused, WrongPeerError
 from p2pdiloco.transport.tls import TlsContexts
 from p2pdiloco.transport.tls_connection import Channel
@@ -57,8 +56,6 @@ NETWORK_HEADER = 0x1_0000_0000 - 0x10_0000
 """SKF_NET_OFF: offsets from here on are the IP header's."""
 IPV4_SENDER, IPV6_SENDER = 12, 8
 EVERYTHING = 0xFFFF_FFFF
-WIDE_S = 120.0
-"""Time for which long packets that came to a host prove that its path takes them."""
 
 Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
@@ -421,8 +418,6 @@ class ConnectionSetup:
         """Failed handshakes since the last log line."""
         self.narrow_paths = narrow_paths
         self._listeners: list[socket.socket] = []
-        # By host, when a connection ended on which long packets had come; the oldest first.
-        self._wide_at: dict[str, float] = {}
 
     async def dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
         """Connect to ``target`` and do the handshake. The caller sets the deadline.
@@ -479,34 +474,24 @@ class ConnectionSetup:
             sockets.shorten(listener)
         await self._pool.serve(listener)
 
-    def check_path_mtu(self, channel: Channel, error: Exception | None, others: Iterable[Channel] = ()) -> None:
+    def check_path_mtu(self, channel: Channel, error: Exception | None) -> None:
         """Check whether a lost connection failed because its path loses long packets.
 
         This is assumed if the peer was heard shortly before, but acknowledged none of the long packets. The cause is
         usually a tunnel with a smaller MTU that sends no ICMP. New connections then use shorter segments. If one has
-        come before, or round trips are long, a full queue, loss or an outage is the cause. ``others``: further
-        connections; on a thin line those of one peer push each other aside.
+        come before, also on another connection, or round trips are long, a full queue, loss or an outage is the cause.
         """
-        host, now = channel.connection.host, asyncio.get_running_loop().time()
-        if channel.long_packets_come:
-            self._wide_at.pop(host, None)
-            self._wide_at[host] = now
-            if len(self._wide_at) > HOSTS_LIMIT:
-                del self._wide_at[next(iter(self._wide_at))]
         if not isinstance(error, TimeoutError) or not channel.may_lose_long_packets:
             return
-        connection = channel.connection
-        if now - self._wide_at.get(host, -math.inf) < WIDE_S or any(
-            other.long_packets_come and other.connection.host == host for other in others
-        ):
-            return
+        connection, now = channel.connection, asyncio.get_running_loop().time()
         is_heard = now - connection.received_at < sockets.DEAD_AFTER_S / 2
         if not connection.is_proved or not (is_heard or now - channel.began_at < 2 * sockets.DEAD_AFTER_S):
+            return
+        if not self.narrow_paths.add(connection.host):
             return
         if connection.role is Role.LISTENER:
             for listener in self._listeners:
                 sockets.shorten(listener)
-        self.narrow_paths.add(connection.host)
         log.warning(
             "a peer acknowledged no long packet: its path may lose long packets; from now on "
             f"segments have {sockets.SHORT_BYTES} bytes",

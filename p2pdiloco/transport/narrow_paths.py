@@ -6,6 +6,7 @@ Rules of this file:
    it, too.
 2. What was found is kept on disk for LIFE_S, so that a restarted peer does not have to find out again. The file is a
    hint: if it is damaged or missing, nothing is known. A wrong entry costs a few per cent of the link.
+3. Where long packets came within WIDE_S, none are lost: on a thin line, connections push each other aside.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ HOSTS_LIMIT = 256
 # Number of narrow paths from which all are taken to be narrow.
 MANY = 2
 LIFE_S = 7 * 86_400.0
+WIDE_S = 600.0
 EVERYWHERE = "*"
 FILE_LIMIT = 1 << 16
 _Hosts = dict[Annotated[str, Meta(max_length=64)], float]
@@ -44,6 +46,8 @@ class NarrowPaths:
         self._everywhere = everywhere
         # Unix time at which each host was found, the oldest first.
         self._hosts: dict[str, float] = {}
+        # The same for hosts to which long packets came.
+        self._wide: dict[str, float] = {}
         self._is_saved = True
 
     def __contains__(self, host: object) -> bool:
@@ -54,13 +58,17 @@ class NarrowPaths:
         """True if all paths count as narrow."""
         return self._everywhere or EVERYWHERE in self._hosts or len(self._hosts) >= MANY
 
-    def add(self, host: str) -> None:
-        """Record that the path to ``host`` is narrow, or all are (EVERYWHERE)."""
-        self._hosts.pop(host, None)
-        self._hosts[host] = time.time()
+    def add(self, host: str) -> bool:
+        """Record that the path to ``host`` is narrow, or all are (EVERYWHERE). Return False if it is wide."""
+        if time.time() - self._wide.get(host, -WIDE_S) < WIDE_S:
+            return False
+        _put(self._hosts, host)
         self._is_saved = False
-        if len(self._hosts) > HOSTS_LIMIT:
-            del self._hosts[next(iter(self._hosts))]
+        return True
+
+    def prove(self, host: str) -> None:
+        """Record that long packets came to ``host``."""
+        _put(self._wide, host)
 
     def load(self) -> None:
         """Add the hosts in the file. Blocks on the disk."""
@@ -80,3 +88,11 @@ class NarrowPaths:
             write_atomically(self._path, msgspec.json.encode(self._hosts))
         except OSError as error:
             log.warning("the list of narrow paths cannot be written", path=self._path, error=error)
+
+
+def _put(hosts: dict[str, float], host: str) -> None:
+    """Put ``host`` last, with the present time."""
+    hosts.pop(host, None)
+    hosts[host] = time.time()
+    if len(hosts) > HOSTS_LIMIT:
+        del hosts[next(iter(hosts))]

@@ -38,6 +38,9 @@ class ChannelDriver(Protocol):
     def on_writable(self, channel: Channel, is_writable: bool) -> None:
         """Called when the kernel accepts more bytes, or none at present."""
 
+    def on_long_packets(self, channel: Channel) -> None:
+        """Called when the first long packet is known to have come."""
+
     def on_lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
         """Called when the socket is closed."""
 
@@ -63,7 +66,7 @@ class Channel(asyncio.BufferedProtocol):
         short."""
         self._acked_before: int | None = None
         """Bytes acknowledged before the first of these; None: none was sent, or the kernel does not count."""
-        self.long_packets_come = False
+        self._has_come = False
         """Whether one of these is known to have come."""
         self.opening: asyncio.Task[object] | None = None
         """Task of the TLS handshake."""
@@ -87,7 +90,7 @@ class Channel(asyncio.BufferedProtocol):
     def write(self, piece: Slice) -> None:
         """Send the next bytes."""
         assert self.transport is not None
-        if not self.long_packets_come and len(piece.head) + len(piece.chunk) > sockets.SHORT_BYTES:
+        if not self._has_come and len(piece.head) + len(piece.chunk) > sockets.SHORT_BYTES:
             self._look_at_long_packets()
         if len(piece.chunk):
             self.transport.writelines((piece.head, piece.chunk))
@@ -115,10 +118,12 @@ class Channel(asyncio.BufferedProtocol):
         acked = None if path is None else path.acked_bytes
         if self._acked_before is None:
             self._acked_before = acked
-        self.long_packets_come = (
+        self._has_come = (
             acked is not None and self._acked_before is not None and acked > self._acked_before + PROOF_BYTES
         )
-        self.may_lose_long_packets = not self.long_packets_come and (path is None or path.round_trip_s < SLOW_S)
+        if self._has_come:
+            self._driver.on_long_packets(self)
+        self.may_lose_long_packets = not self._has_come and (path is None or path.round_trip_s < SLOW_S)
 
     def _pace(self, bytes_per_s: float | None) -> None:
         raw = self.transport.get_extra_info("socket") if self.transport is not None else None
@@ -141,7 +146,7 @@ class Channel(asyncio.BufferedProtocol):
         return buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self._acked_before is not None and not self.long_packets_come:
+        if self._acked_before is not None and not self._has_come:
             self._look_at_long_packets()
         if self.connection.advance(nbytes):
             self._driver.on_data()

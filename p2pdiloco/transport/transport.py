@@ -433,9 +433,13 @@ class Transport:
         self._endpoint.resume_writing(channel.connection.id)
         self._turn()
 
+    def on_long_packets(self, channel: Channel) -> None:
+        """Remember that the path takes long packets."""
+        self.setup.narrow_paths.prove(channel.connection.host)
+
     def on_lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
         """Report a closed socket to the endpoint."""
-        self.setup.check_path_mtu(channel, error, self._channels.values())
+        self.setup.check_path_mtu(channel, error)
         self._endpoint.handle_connection_lost(channel.connection.id, reason, self._loop.time())
         self._turn()
 
