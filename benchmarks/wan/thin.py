@@ -42,8 +42,13 @@ class Line(NamedTuple):
 
     def toml(self, name: str) -> str:
         """As a topology. The first site is the bootstrap node's."""
-        site = {"up": self.up, "down": self.down} | ({"mtu": self.mtu} if self.mtu else {})
-        whole = {"round_trip_ms": self.round_trip_ms, "loss": self.loss, "queue_ms": 200, "up": "50mbit"}
+        site: dict[str, object] = {"up": self.up, "down": self.down} | ({"mtu": self.mtu} if self.mtu else {})
+        whole: dict[str, object] = {
+            "round_trip_ms": self.round_trip_ms,
+            "loss": self.loss,
+            "queue_ms": 200,
+            "up": "50mbit",
+        }
         parts = [("[defaults]", whole), ('[[site]]\nname = "hub"', {}), ('[[site]]\nname = "ann"', {})]
         return f'name = "thin-{name}"\n' + "\n".join(
             "\n".join([head, *(f"{key} = {json.dumps(value)}" for key, value in values.items())])
@@ -54,8 +59,8 @@ class Line(NamedTuple):
 LINES = {
     "64k": Line("64kbit"),
     "256k": Line("256kbit"),
-    "1M": Line("1mbit"),
-    "10M": Line("10mbit"),
+    "1m": Line("1mbit"),
+    "10m": Line("10mbit"),
     "satellite": Line("10mbit", round_trip_ms=800, loss=0.02),
     "home": Line("50mbit", "300mbit"),
     "hole": Line("10mbit", mtu=1300),
