@@ -3,7 +3,7 @@
 Rules of this file, after nat/introducer.py and nat/rendezvous_server.py:
 1. A pair takes any living relay that has room, or, if none has, a free place, each as likely; without one it tries
    again. In the product, one of the two must be registered with the relay, and each is registered with at most three.
-   Room and budget follow the relay's line, as if it had measured that before any pair came.
+   Room and budget follow the relay's line from ``lines_known_at`` on, when it has measured that; pairs do not move.
 2. Both paths' delays add. A payload takes the relay's downlink, then its budget, in the order of arrival (it is paid
    for afterwards, and a payload is smaller than the largest turn), then its share of the relay's uplink. States, which
    are tiny here, and messages without a payload take only the delays.
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 
-from p2pdiloco.nat.rendezvous_server import RELAYS, relay_limits
+from p2pdiloco.nat.rendezvous_server import RELAYS, USUAL_RELAYS, relay_limits
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.sockets import DEAD_AFTER_S
 from tests.machine_sim.network import Delivery, Link, LinkQuality
@@ -39,6 +39,7 @@ class RelayedNetwork(SharedNetwork):
         self._bandwidths = bandwidths
         self._own_bytes_per_s = own_bytes_per_s
         """Payloads that each peer sends on average."""
+        self.lines_known_at = 0.0
         self.relays: set[PeerId] = set()
         """Peers that relay while they live."""
         self.unreachable: set[Pair] = set()
@@ -52,6 +53,8 @@ class RelayedNetwork(SharedNetwork):
 
     def limits(self, relay: PeerId) -> tuple[float, int]:
         """Return the budget of a relay, and the number of pairs for which it has room."""
+        if self.world.now < self.lines_known_at:
+            return BUDGET_BYTES_PER_S, USUAL_RELAYS
         line = self._bandwidths[relay].up_bytes_per_s
         return relay_limits(BUDGET_BYTES_PER_S, line, self._own_bytes_per_s, len(self.world.processes) - 1)
 

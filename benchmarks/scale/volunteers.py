@@ -154,6 +154,7 @@ class Swarm:
         """Bytes of payloads that a peer sends per second: contributions, and as much of commits."""
         self.network = world.network = RelayedNetwork(world, self.lines, self.need)
         world.network.default = PATH
+        world.network.lines_known_at = 0.0 if options.told_lines else SYNC_EVERY * STEP_S
         names = [self._add() for _ in range(peers)]
         self.hidden = set[PeerId]()
         """Peers that nobody can dial."""
@@ -318,6 +319,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--churn", action="store_true", help="sessions have a median of 40 minutes")
     parser.add_argument("--unreachable", type=float, default=0.0, help="share of pairs that connect over relays only")
     parser.add_argument("--no-relays", action="store_true", help="these pairs never connect")
+    parser.add_argument("--told-lines", action="store_true", help="relays know their lines at once, as with --up")
     parser.add_argument("--liars", type=float, default=0.0, help="share of peers that pass no commit on")
     found = parser.parse_args(argv)
     if min(found.peers) < 2:

@@ -79,7 +79,7 @@ def test_a_relay_keeps_to_its_budget_on_a_fast_line(monkeypatch: pytest.MonkeyPa
 
 def test_relays_behind_slow_lines_take_few_pairs_while_others_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(volunteers, "MIXED", {(1.0, 100.0): 1, (50.0, 300.0): 1})
-    swarm, _ = relayed("--unreachable", "0.3", "--mixed", "--seed", "3", peers=16)
+    swarm, _ = relayed("--unreachable", "0.3", "--mixed", "--told-lines", "--seed", "3", peers=16)
     network = swarm.network
     slow = {name for name, line in swarm.lines.items() if line.up_bytes_per_s < 1e6}
     taken = Counter(network.relay_of.values())
@@ -89,7 +89,7 @@ def test_relays_behind_slow_lines_take_few_pairs_while_others_have_room(monkeypa
 
 
 def test_a_swarm_whose_only_relay_has_a_slow_line_keeps_all_pairs() -> None:
-    swarm, _ = relayed("--unreachable", "0.3", "--up", "1", peers=5)
+    swarm, _ = relayed("--unreachable", "0.3", "--up", "1", "--told-lines", peers=5)
     (relay,) = set(swarm.network.relay_of.values())
     assert swarm.network.limits(relay)[1] < len(swarm.network.relay_of) == len(swarm.network.unreachable)
 
