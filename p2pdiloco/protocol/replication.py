@@ -448,7 +448,10 @@ class Replication:
         if shard in self.applying or (other := self._reporter(shard)) is None:
             self._ask_another_later(shard)
         else:
-            self.on_request_timeout(shard)
+            if ("turn", shard) in self.core.alarms:
+                self._end_request(shard)  # what came waits for its owner's turn
+            else:
+                self.on_request_timeout(shard)
             self._request_commits(shard, other)
 
     def _reporter(self, shard: ShardId, *connected: PeerId) -> PeerId | None:

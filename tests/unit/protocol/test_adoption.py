@@ -215,6 +215,19 @@ def test_nobody_else_is_asked_while_what_has_come_is_applied() -> None:
     assert stage.machine.core.membership.peers[B].ignored_until == 0.0
 
 
+def test_while_a_commit_waits_for_its_turn_another_peer_is_asked_and_who_sent_it_believed() -> None:
+    """A3d: the others may have gone on with another chain, and its sender has delivered."""
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    alone = stage.commit(tokens(D, 0, 40), owner=D)
+    stage.announce(C, 4, head_of(alone))
+    stage.announce(D, 4, heavy(stage.head()))
+    patience_s = stage.machine.aggregation.waits().commit_s
+    assert [peer for peer, _ in sent(stage.wait(patience_s + 0.1), msg.CommitsRequest)] == [C]
+    assert not only(stage.hear(C, msg.Commit(alone)), ef.Apply)
+    assert [peer for peer, _ in sent(stage.wait(patience_s + 0.1), msg.CommitsRequest)] == [D]
+    assert stage.machine.core.membership.peers[C].ignored_until == 0.0
+
+
 def test_who_has_not_delivered_is_asked_last() -> None:
     """A3d: a peer whose heads lead nowhere could be the first to report one each time."""
     stage = Stage(B, C, D, has_learner=False)
