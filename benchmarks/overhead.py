@@ -9,6 +9,7 @@ with ``DiLoCo`` (and a node of its own), and ``p2pdiloco start``. Steps are coun
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -109,8 +110,9 @@ def main() -> int:
     parser = bench.parser(__doc__, rows="way", has_plot=False)
     parser.add_argument("--rounds", type=int, default=3, help="turns of each way")
     parser.add_argument("--seconds", type=float, default=40.0, help="how long steps are counted in one turn")
-    parser.add_argument("--way", choices=(PLAIN, SCRIPT), help="train in this process, and print tokens per second")
-    parser.add_argument("--folder", type=Path, help="state folder for --way")
+    # This program starts itself with these two, to train in a process of its own.
+    parser.add_argument("--way", choices=(PLAIN, SCRIPT), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
         print(train(options.way, options.seconds, options.folder))

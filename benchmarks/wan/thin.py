@@ -1,4 +1,4 @@
-"""What peers say of a line that is too thin for their run, and of one that loses long packets; needs root.
+"""Warnings about a line that is too thin for a run, or that loses long packets, from real peers; needs root.
 
     python -m benchmarks.wan.thin --json out/wan/thin.jsonl
     python -m benchmarks.wan.thin --lines 64k hole --models lora
@@ -28,11 +28,11 @@ from benchmarks.wan.sites import network, on_sigterm
 
 LEAVE_S = 120.0
 THIN, LONG = "line is too thin", "long packet"
-"""Of what a peer says."""
+"""Words in a peer's warnings by which they are found."""
 
 
 class Line(NamedTuple):
-    """The second peer's."""
+    """Line of the second peer."""
 
     up: str
     down: str = "16mbit"
@@ -41,7 +41,7 @@ class Line(NamedTuple):
     mtu: int = 0
 
     def toml(self, name: str) -> str:
-        """As a topology. The first site is the bootstrap node's."""
+        """Return the test network with this line as TOML. The first site is the bootstrap node's."""
         site: dict[str, object] = {"up": self.up, "down": self.down} | ({"mtu": self.mtu} if self.mtu else {})
         whole: dict[str, object] = {
             "round_trip_ms": self.round_trip_ms,
@@ -71,7 +71,7 @@ BUILTIN = (
 
 
 class Model(NamedTuple):
-    """What is exchanged, and every how many steps by default."""
+    """Model of a run, and the number of steps between two exchanges (H)."""
 
     sync_every: int
     toml: str
@@ -119,7 +119,7 @@ def base(folder: Path) -> Path:
 
 
 def measure(made: Testbed, model: str, seconds: float, folder: Path) -> dict[str, Any]:
-    """One run on a testbed that is up: what each peer has said and trained, by its name."""
+    """Run the model on a testbed that is up; return what each peer has said and trained, by its name."""
     own: list[str] = []
     if model == "lora":
         where = str(base(folder / "base"))

@@ -11,8 +11,7 @@ Rules of this file:
 2. While the step time or the rate is unknown, the finest codec is used.
 3. Huffman coding is skipped only if the link is known to carry ``FAST_BYTES_PER_S`` (``codec.bitrate_ladder``) to each
    receiver of a commit, because then the CPU limits an exchange. The link's rate is divided by their number, since each
-   may be slow. Huffman coding is also skipped for contributions of this
-   peer to itself.
+   may be slow. Huffman coding is also skipped for contributions of this peer to itself.
 """
 
 from __future__ import annotations

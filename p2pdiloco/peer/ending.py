@@ -18,7 +18,8 @@ APART = 4
 
 class Ending(msgspec.Struct, frozen=True):
     """Exit status and reason. Status 0: ended in order; 1: something failed; 2: the user must repair something; 3: no
-    peer has the model; 4: at least as many peers as stayed were lost at once and did not come back."""
+    peer has the model; 4: at least as many peers as stayed were lost at once and did not come back, or the line was too
+    thin, so others may have another model."""
 
     status: int
     reason: str
@@ -56,6 +57,6 @@ def ordinary_ending(
             "and have a second model. To combine both, let a peer of each side serve its model (p2pdiloco resume "
             "FOLDER --stay-s 3600): when they connect, the model with more tokens wins",
         )
-    if line:  # all is merged, but perhaps by this peer alone
+    if line and not view.is_shared:  # all is merged, but perhaps by this peer alone
         return Ending(APART, f"{reason}, but other peers may not have this peer's progress: {line}")
     return Ending(0, reason)

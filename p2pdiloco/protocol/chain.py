@@ -59,7 +59,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Successor(NamedTuple):
-    """What a commit makes of the chain, besides its head."""
+    """Marks, norm bound and record of a chain after its next commit."""
 
     marks: dict[LearnerId, Mark]
     norm_bound: NormBound

@@ -189,7 +189,7 @@ class PeerView:
 
 
 class Roles(NamedTuple):
-    """What the live peers say that they are, each sorted by peer."""
+    """Roles of the live peers, as they report them, each sorted by peer."""
 
     donors: tuple[PeerId, ...]
     """Peers that report to have all states."""

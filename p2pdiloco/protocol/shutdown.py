@@ -90,9 +90,9 @@ class Shutdown:
     def proceed(self) -> None:
         """Take the next step of leaving, if it is possible now. Called after every event."""
         core = self.core
-        core.are_others_at_rest = False
         if self.is_done:
             return
+        core.are_others_at_rest = False
         if not core.is_current:
             if core.departure == "leaving":
                 self._leave_now("info", "the run was not joined yet")

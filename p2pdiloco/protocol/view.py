@@ -92,6 +92,15 @@ class MachineView:
         return self._core.departure == "finished"
 
     @property
+    def is_shared(self) -> bool:
+        """True if the run is complete here, and all others have this peer's heads: those that are live have finished
+        with them, or nobody is left and the last one said goodbye, which it does only then."""
+        core = self._core
+        if core.membership.live:
+            return self.has_finished and core.are_others_at_rest
+        return self.has_finished and core.membership.partition_detector.silently_lost_at is None
+
+    @property
     def end(self) -> RunEnd:
         """The run's end, as far as this peer knows."""
         return self._core.end

@@ -122,11 +122,14 @@ def test_a_newcomer_that_has_the_model_stays() -> None:
 
 
 def test_a_line_that_was_too_thin_is_no_success_though_this_peer_has_merged_all_alone() -> None:
-    def ended(unmerged: int, line: str) -> Ending:
-        view: Any = SimpleNamespace(unmerged_tokens=lambda: unmerged, missing=0, has_finished=False)
+    def ended(unmerged: int, line: str, *, is_shared: bool = False) -> Ending:
+        view: Any = SimpleNamespace(
+            unmerged_tokens=lambda: unmerged, missing=0, has_finished=is_shared, is_shared=is_shared
+        )
         return ordinary_ending("SIGTERM", view, needs_majority=False, trouble=line, learners="", line=line)
 
     assert ended(0, "") == Ending(0, "SIGTERM")
     thin = "the line is too thin for this run"
     assert ended(0, thin) == Ending(APART, f"SIGTERM, but other peers may not have this peer's progress: {thin}")
+    assert ended(0, thin, is_shared=True) == Ending(0, "SIGTERM"), "late, but the others have it"
     assert ended(9, thin) == Ending(1, f"SIGTERM; 9 tokens were not merged in time and are lost ({thin})")

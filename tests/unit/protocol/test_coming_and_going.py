@@ -337,6 +337,22 @@ def test_when_the_run_is_complete_peers_stay_no_longer_than_finish_s() -> None:
     assert stage.machine.shutdown.is_overdue
 
 
+def test_whether_the_others_have_all_is_known_at_the_end() -> None:
+    """C5a: if they are there with the same heads, or have left with them; not if they were lost, or are late."""
+    at_rest, left, late, lost = (finished() for _ in range(4))
+    for stage in (at_rest, left, late, lost):
+        assert not stage.machine.view.is_shared
+    for peer in (B, C):
+        at_rest.says(peer, phase="finished", is_participating=False, heads_mark=at_rest.machine.core.heads_mark)
+        left.hear(peer, msg.Leaving("the run is complete"))
+        del lost.beats[peer]
+        lost.tell(ev.PeerDisconnected(peer, "timed out"))
+    for stage in (late, lost):
+        stage.wait(stage.config.finish_s + 1.0)
+    assert all(stage.machine.shutdown.is_done for stage in (at_rest, left, late, lost))
+    assert [stage.machine.view.is_shared for stage in (at_rest, left, late, lost)] == [True, True, False, False]
+
+
 def test_a_peer_with_a_learner_waits_for_it_when_the_run_is_complete() -> None:
     """C5a: its node died at the end of the run, and comes back past the run's last step, before its learner."""
     stage = Stage(total_steps=4, expects_learner=True)
