@@ -33,7 +33,7 @@ COLUMNS = (
     ("step, ms", "step_ms", ".1f"),
     ("worst, ms", "worst_ms", ".1f"),
     ("to apart", "to_apart", ".3f"),
-    ("turns", "turns", ".0f"),
+    ("rounds", "rounds", ".0f"),
     ("device, GB", "device_gb", ".2f"),
     ("host, GB", "host_gb", ".2f"),
     ("bus, MB a step", "bus_mb", ".1f"),
@@ -67,12 +67,20 @@ class Peer:
             self._lines.put(line)
         self._lines.put("")
 
-    def hear(self, deadline: float) -> dict[str, Any]:
-        """What it says next."""
-        try:
-            line = self._lines.get(timeout=max(0.1, deadline - time.monotonic()))
-        except queue.Empty:
-            raise GpuError(f"{self._name} says nothing in its time: {self._last()}") from None
+    def hear(self, deadline: float, others: Sequence[Peer]) -> dict[str, Any]:
+        """Return what it says next, unless one of ``others``, without which it may wait for ever, has failed."""
+        line = None
+        while line is None:
+            try:
+                line = self._lines.get(timeout=1.0)
+            except queue.Empty:
+                for other in others:
+                    if other._process.poll():
+                        raise GpuError(
+                            f"{other._name} ended with status {other._process.poll()}: {other._last()}"
+                        ) from None
+                if time.monotonic() > deadline:
+                    raise GpuError(f"{self._name} says nothing in its time: {self._last()}") from None
         if not line:
             raise GpuError(f"{self._name} ended with status {self._process.wait()}: {self._last()}")
         told: dict[str, Any] = json.loads(line)
@@ -130,10 +138,10 @@ def run(arguments: Sequence[Sequence[str]], folder: Path, deadline: float) -> li
     try:
         for number, one in enumerate(arguments):
             peers.append(Peer(f"peer-{number}", folder, one))
-        ready = [peer.hear(deadline) for peer in peers]
+        ready = [peer.hear(deadline, peers) for peer in peers]
         for peer in peers:
             peer.go()
-        found = [{**told, **peer.hear(deadline)} for told, peer in zip(ready, peers, strict=True)]
+        found = [{**told, **peer.hear(deadline, peers)} for told, peer in zip(ready, peers, strict=True)]
         for peer in peers:
             peer.go()
         for peer in peers:
@@ -147,17 +155,18 @@ def run(arguments: Sequence[Sequence[str]], folder: Path, deadline: float) -> li
 def figures(found: Sequence[dict[str, Any]], apart_s: float | None, sync_every: int) -> dict[str, Any]:
     """One row: the slower of two."""
     slower = max(found, key=lambda one: one["median_s"])
-    crossing = 8 * slower["parameters"] / sync_every if slower["turns"] else 0.0  # float32 up and down
+    crossing = 8 * slower["parameters"] / sync_every if slower["rounds"] else 0.0  # float32 up and down
     return {
         "step_ms": 1e3 * slower["median_s"],
         "mean_ms": 1e3 * slower["mean_s"],
         "worst_ms": 1e3 * slower["worst_s"],
         "to_apart": None if apart_s is None else slower["median_s"] / apart_s,
-        "turns": min(one["turns"] for one in found),
+        "rounds": min(one["rounds"] for one in found),
         "device_gb": max(one["device_bytes"] for one in found) / 1e9,
         "host_gb": max(one["host_own"] + one["host_shared"] for one in found) / 1e9,
         "bus_mb": crossing / 1e6,
         **{key: value for key, value in slower.items() if key.startswith(("to_", "device")) and key != "device_bytes"},
+        "longest": slower["longest"],
         "parameters": slower["parameters"],
     }
 
@@ -178,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     common = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
     rows: dict[str, dict[str, Any]] = {}
     began, is_whole = time.monotonic(), True
-    with tempfile.TemporaryDirectory(prefix="p2pdiloco-gpu-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="p2pdiloco-gpu-", ignore_cleanup_errors=True) as temporary:
         folder = Path(options.keep or temporary)
         folder.mkdir(parents=True, exist_ok=True)
         with bootstrap(folder) as addresses:
@@ -191,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     0.8,
                     [
                         [*joined, "--state", str(folder / "one"), "--founds"],
-                        [*joined, "--state", str(folder / "two")],
+                        [*joined, "--state", str(folder / "two"), "--after", str(folder / "one")],
                     ],
                 ),
                 f"one rank of {backend}": (1.0, [alone]),

@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--state", type=Path, help="join the run, with this state folder")
     parser.add_argument("--peers", nargs="*", default=[], help="bootstrap addresses")
     parser.add_argument("--founds", action="store_true")
+    parser.add_argument("--after", type=Path, help="start when the run in this state folder has a page")
     parser.add_argument("--wait-for", type=int, default=1)
     parser.add_argument("--group", help="backend of a torch.distributed group of one rank")
     options = parser.parse_args(argv)
@@ -137,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     for _ in range(WARM_STEPS):
         step()
+    while options.after is not None and not any(options.after.glob("*/page.port")):
+        time.sleep(0.5)
     machine = {**bus(device), "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu"}
     with together as outer:
         say(parameters=parameters, **machine)
@@ -145,14 +148,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             torch.cuda.reset_peak_memory_stats()
         clock, before = Clock(device), 0.0 if outer is None else outer.swarm.get("version", 0.0)
         clock.tick()
+        host_s = []
         for _ in range(options.steps):
+            began = time.perf_counter()
             step()
+            host_s.append(time.perf_counter() - began)
             clock.tick()
         times = clock.steps_s()
+        longest = sorted(range(len(times)), key=times.__getitem__)[-12:]
         say(
             median_s=statistics.median(times),
             mean_s=statistics.fmean(times),
             worst_s=max(times),
+            longest=[(index, times[index], host_s[index]) for index in sorted(longest)],
             rounds=0.0 if outer is None else outer.swarm.get("version", 0.0) - before,
             peers=0 if outer is None else len(outer.peers),
             device_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
