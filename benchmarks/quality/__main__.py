@@ -16,6 +16,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.netbed.namespaces import TestbedError
 from benchmarks.netbed.topology import TopologyError
@@ -92,10 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not law.sizes(options.largest):
                 parser.error(f"--largest {options.largest}: the smallest size has {law.SIZES[0].parameters} parameters")
             if not options.table:
-                wanted, there = list(law.cells(options.largest)), runner.rows()
+                wanted, there = [*law.cells(options.largest), *law.equal_cells(options.largest)], runner.rows()
                 print(f"{sum(cell not in there for cell in wanted)} of {len(wanted)} cells are missing", flush=True)
-                every = itertools.chain(wanted, law.more_cells(options.largest))
-                runner.work(every, is_compiled=not options.eager, device=options.device)
+                how: dict[str, Any] = {"is_compiled": not options.eager, "device": options.device}
+                runner.work(itertools.chain(law.cells(options.largest), law.more_cells(options.largest)), **how)
+                runner.work(law.equal_cells(options.largest), **how, is_narrow=False)
             print("\n".join(law.lines(options.largest, options.json)))
         case "fine-tune":
             if not options.table:

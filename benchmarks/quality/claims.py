@@ -87,7 +87,6 @@ def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
         "batch",
         "final_share",
         "decay_share",
-        "warmup",
         "inner",
     )
     found = [
@@ -96,6 +95,7 @@ def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
         if cell.method == "parallel"
         and cell.steps == steps
         and _text(cell) == text
+        and (cell.warmup == setting.warmup or steps != setting.steps)
         and all(getattr(cell, name) == getattr(setting, name) for name in alike)
     ]
     best = _best(cells, found)

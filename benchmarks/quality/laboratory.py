@@ -73,11 +73,11 @@ def _model(setting: Setting) -> nn.Module:
     return hf_learners.build(setting.base, setting.seed)
 
 
-def _stack(setting: Setting, model: nn.Module, size: int, *, is_compiled: bool) -> Stepping:
+def _stack(setting: Setting, model: nn.Module, size: int, *, is_compiled: bool, is_narrow: bool) -> Stepping:
     """``size`` learners that step together."""
     if not setting.base:
         samples = setting.batch // (1 if setting.method == "parallel" else setting.learners)
-        return Stack(setting, model, size, samples, is_compiled=is_compiled)
+        return Stack(setting, model, size, samples, is_compiled=is_compiled, is_narrow=is_narrow)
     from benchmarks.quality import hf_learners
 
     return hf_learners.Copies(setting, model, size)
@@ -87,10 +87,16 @@ class Laboratory:
     """See the module."""
 
     def __init__(
-        self, setting: Setting, text: Corpus | None = None, *, is_compiled: bool = False, device: str = "cpu"
+        self,
+        setting: Setting,
+        text: Corpus | None = None,
+        *,
+        is_compiled: bool = False,
+        device: str = "cpu",
+        is_narrow: bool = True,
     ) -> None:
         """``text``: instead of the setting's own. ``is_compiled``: by torch.compile, for long runs. ``device``: where
-        learners train; the exchange is on the CPU."""
+        learners train; the exchange is on the CPU. ``is_narrow``: on a GPU they compute in bfloat16."""
         torch.set_num_threads(1)
         self.setting = setting
         self._device = torch.device(device)
@@ -116,7 +122,7 @@ class Laboratory:
         self._scratch = torch.empty_like(theta)
         self._random = random.Random(setting.seed)
         self.members: list[Member] = []
-        self._groups = self._make_groups(is_compiled)
+        self._groups = self._make_groups(is_compiled, is_narrow)
         self._open: dict[int, Round] = {}
         self._closed: dict[int, Round] = {}
         """The last round of each fragment that was closed: late answers are timed."""
@@ -128,13 +134,13 @@ class Laboratory:
         self._lost = 0
         self._contributions = [0] * setting.learners
 
-    def _make_groups(self, is_compiled: bool) -> list[Group]:
+    def _make_groups(self, is_compiled: bool, is_narrow: bool) -> list[Group]:
         s = self.setting
         learners = 1 if s.method == "parallel" else s.learners
         size = learners if s.is_in_step else 1
         groups = []
         for first in range(0, learners, size):
-            stack = _stack(s, self._model, size, is_compiled=is_compiled)
+            stack = _stack(s, self._model, size, is_compiled=is_compiled, is_narrow=is_narrow)
             stream = Stream(
                 self.text.train,
                 seed=s.seed,

@@ -1,33 +1,34 @@
-"""How far learners end behind data parallel as models grow: cells of four sizes, and a law fitted to them.
+"""How far learners end behind data parallel, by steps, size, number of learners and H: cells, and a law fitted to them.
 
-1. Each size trains on 20 bytes (tokens) per parameter. Its batch grows with it, so that steps grow slowly.
-2. Each row is trained at three learning rates, and at more as long as the best is the lowest or the highest.
-   Validation chooses one of them, and test is shown (``claims``).
+1. Two kinds of cells. ``SIZES`` train on 20 bytes (tokens) per parameter, with a batch that grows with the model: what
+   a user would do, but steps and size grow together. ``equal`` cells have the same batch at every size, and the same
+   numbers of steps, which tells the two apart; some are of another text (prose).
+2. Validation chooses each row's learning rate, and test is shown (``claims``). A row of ``SIZES`` is trained at three
+   rates, and at more as long as the best is the lowest or the highest; a row of ``equal`` at two.
 3. Cells are what ships: Muon, a rate that falls in a line to zero, int4 both ways, the robust merge; but the outer
    momentum is in float32.
-4. The law is gap = a_M * N^-b with one b for all M, by least squares on logarithms. Its intervals hold 90 % of fits to
-   resampled points. They say nothing of a floor that the gap may have: four sizes cannot show one.
-5. Variants show what the law does not vary: a longer context, and byte pairs instead of bytes.
-6. One larger size on another text is held back: the law is not fitted to it, and its gap is printed beside the
-   prediction. The largest sizes want a GPU (``--device cuda``). All cells of one size should run on one device, because
-   a GPU computes in bfloat16 (README.md).
+4. The law of a rule is gap = a (M / 8)^b (steps / 1000)^c ((H + 2) / 8)^d (N / 100,000)^e, by least squares on
+   logarithms. Its intervals hold 90 % of fits to resampled points. They say nothing of a floor that the gap may have.
+5. The largest size is held back: the law is not fitted to it, and its gaps are printed beside the predictions. Large
+   sizes want a GPU (``--device cuda``); ``equal`` cells compute in float32 there, as on a CPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 import random
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from benchmarks.quality import runner
 from benchmarks.quality.bases import as_shipped
-from benchmarks.quality.claims import Cells, Claim, beyond_edge, efficiency, halves, is_at_edge, measured, table, tuned
+from benchmarks.quality.claims import Cells, Claim, beyond_edge, is_at_edge, measured, table, tuned
 from benchmarks.quality.questions import ANY_LENGTH, EVERY_THREE, LINE
 from benchmarks.quality.report import by_seed, seedless
 from benchmarks.quality.settings import Setting
@@ -37,27 +38,25 @@ TOKENS_PER_PARAMETER = 20
 SEEDS = (1, 2)
 LEARNERS = (8, 4, 2, 16)
 RULES: dict[str, dict[str, Any]] = {"mean every 6": ANY_LENGTH, "RDA every 24": LINE, "mean every 3": EVERY_THREE}
-"""The first is that of variants and other batches; the last ships for small models."""
+LAWS = {"mean": ("mean every 6", "mean every 3"), "RDA": ("RDA every 24",)}
+"""The rules whose gaps one law describes."""
 ALL_RATES = (0.26, 0.46, 0.8, 1.4, 2.4, 4.2, 7.3)
 """Multiples of 0.1 / sqrt(width), which is near Muon's best rate for data parallel."""
 RATES = ALL_RATES[2:5]
-"""Those that every row is trained at."""
+"""Those that every row of ``SIZES`` is trained at."""
 LENGTHS = (0.5, 0.75)
 """Shares of the budget for which data parallel is trained, too: token efficiency is read from them."""
 BATCHES = (0.25, 0.5, 2.0)
-"""Shares of a size's batch at which data parallel and ``TUNED_LEARNERS`` with the first rule are trained, too, where
+"""Shares of a size's batch at which data parallel and ``EIGHT`` learners with the first rule are trained, too, where
 the learners can share them."""
-TUNED_LEARNERS = 8
+EIGHT = 8
 WARMUP = 0.05
-PREDICTED = (35_000_000, 150_000_000, 1_000_000_000)
-"""Sizes for which the law's gap is printed."""
-PUBLISHED = "DiLoCo's scaling laws (arXiv 2503.09799): M = 8 at 35M parameters +3.9 %, falling with size"
-RESAMPLED = 2000
+RESAMPLED = 1000
 INTERVAL = 0.9
 
 
 class Size(NamedTuple):
-    """One size of the built-in transformer."""
+    """One size of the built-in transformer, and how it is trained."""
 
     parameters: int
     width: int
@@ -66,13 +65,13 @@ class Size(NamedTuple):
     batch: int
     """Windows per step, of all learners together."""
     data: str = "same"
-    context: int = CONTEXT
-    vocabulary: int = 256
+    length: int = 0
+    """Steps; 0: those of ``TOKENS_PER_PARAMETER``."""
 
     @property
     def steps(self) -> int:
         """Steps of the whole budget."""
-        return TOKENS_PER_PARAMETER * self.parameters // (self.batch * self.context)
+        return self.length or TOKENS_PER_PARAMETER * self.parameters // (self.batch * CONTEXT)
 
     def of_batch(self, share: float) -> Size:
         """Return this size with so much of its batch, and as many more steps."""
@@ -81,12 +80,12 @@ class Size(NamedTuple):
     @property
     def batches(self) -> list[Size]:
         """This size, and the same with its other batches."""
-        return [self, *(one for one in map(self.of_batch, BATCHES) if one.batch % TUNED_LEARNERS == 0)]
+        return [self, *(one for one in map(self.of_batch, BATCHES) if one.batch % EIGHT == 0)]
 
     def cell(self, rate: float, **changes: Any) -> Setting:
         """Return what ships for this size, at a multiple of the usual learning rate, with ``changes``."""
-        shape = {name: getattr(self, name) for name in ("width", "depth", "heads", "context", "vocabulary", "data")}
-        length = {"batch": self.batch, "steps": self.steps, "warmup": round(WARMUP * self.steps)}
+        shape = {name: getattr(self, name) for name in ("width", "depth", "heads", "data")}
+        length = {"context": CONTEXT, "batch": self.batch, "steps": self.steps, "warmup": round(WARMUP * self.steps)}
         usual = {"learning_rate": round(rate * 0.1 / self.width**0.5, 4), "bounded": True, "agreement": True}
         return as_shipped(**shape | length | LINE | changes | usual)
 
@@ -102,15 +101,12 @@ SIZES = (
     Size(279_600, 80, 3, 5, 64),
     Size(869_504, 128, 4, 8, 128),
 )
-VARIANTS = {
-    "context 128, 16 windows": Size(80_112, 48, 2, 3, 16, context=128),
-    "context 128, 32 windows": Size(80_112, 48, 2, 3, 32, context=128),
-    "byte pairs (2,048)": Size(252_144, 48, 2, 3, 64, vocabulary=2048),
-}
-"""Other forms of the second size, of which data parallel and ``TUNED_LEARNERS`` with the first rule are trained."""
 HELD_BACK = Size(2_755_008, 192, 6, 12, 256, "packages")
 """Another text and a larger model than the law is fitted to, to test what it predicts."""
-HELD_BACK_LEARNERS = 8
+EQUAL_BATCH = 32
+STEPS = (500, 1000, 2000, 4000)
+PROSE_STEPS = (500, 2000)
+"""Steps of ``equal`` cells of prose; there is text for no more."""
 
 
 def sizes(largest: int) -> list[Size]:
@@ -118,14 +114,32 @@ def sizes(largest: int) -> list[Size]:
     return [size for size in SIZES if size.parameters <= largest]
 
 
-def variants(largest: int) -> dict[str, Size]:
-    """Return the variants of sizes of at most so many parameters."""
-    widths = {size.width for size in sizes(largest)}
-    return {name: one for name, one in VARIANTS.items() if one.width in widths}
+def equal(largest: int) -> list[Size]:
+    """Return the sizes of at most so many parameters at equal batches and steps, and the same on prose."""
+    shapes = [size._replace(batch=EQUAL_BATCH, data="same") for size in (*SIZES, HELD_BACK)]
+    shapes = [size for size in shapes if size.parameters <= largest]
+    code = [size._replace(length=steps) for size in shapes for steps in STEPS]
+    small = [size for size in shapes if size.parameters < HELD_BACK.parameters]
+    return code + [size._replace(length=steps, data="english") for size in small for steps in PROSE_STEPS]
+
+
+def equal_rates(size: Size, rule: str) -> tuple[float, ...]:
+    """Return the two rates that a row of ``equal`` is trained at; ``rule`` "": data parallel. RDA's best rates are
+    lower than those of the mean, and those of small models are higher."""
+    lowest = 1 + (rule != "RDA every 24") + (size.width <= 48 and rule != "")
+    return ALL_RATES[lowest : lowest + 2]
+
+
+def equal_cells(largest: int) -> Iterator[Setting]:
+    """Yield the cells at equal steps, of ``EIGHT`` learners."""
+    for size in equal(largest):
+        yield from (size.parallel(rate) for rate in equal_rates(size, ""))
+        for name, rule in RULES.items():
+            yield from (size.cell(rate, **rule, learners=EIGHT) for rate in equal_rates(size, name))
 
 
 def cells(largest: int) -> Iterator[Setting]:
-    """Yield the cells of all sizes of at most so many parameters at the three rates, small ones first."""
+    """Yield the cells of ``SIZES`` of at most so many parameters at the three rates, small ones first."""
     for size in sizes(largest):
         for seed in SEEDS:
             yield from (size.parallel(rate, seed=seed) for rate in RATES)
@@ -133,19 +147,18 @@ def cells(largest: int) -> Iterator[Setting]:
                 yield from (size.cell(rate, **rule, learners=m, seed=seed) for rate in RATES)
         for share in LENGTHS:
             yield from (size.parallel(rate, steps=round(share * size.steps)) for rate in RATES)
-        for other in [*size.batches[1:], *(one for one in VARIANTS.values() if one.width == size.width)]:
+        for other in size.batches[1:]:
             yield from (other.parallel(rate) for rate in RATES)
-            rule = next(iter(RULES.values()))
-            yield from (other.cell(rate, **rule, learners=TUNED_LEARNERS) for rate in RATES)
+            yield from (other.cell(rate, **ANY_LENGTH, learners=EIGHT) for rate in RATES)
     if largest >= HELD_BACK.parameters:
         yield from (HELD_BACK.parallel(rate) for rate in RATES)
         for rule in RULES.values():
-            yield from (HELD_BACK.cell(rate, **rule, learners=HELD_BACK_LEARNERS) for rate in RATES)
+            yield from (HELD_BACK.cell(rate, **rule, learners=EIGHT) for rate in RATES)
 
 
 def more_cells(largest: int, results: Path = runner.RESULTS) -> Iterator[Setting]:
     """Yield cells at one more rate for each row whose best is at the edge of those trained, until none is."""
-    others = [*variants(largest).values(), *([HELD_BACK] if largest >= HELD_BACK.parameters else [])]
+    others = [HELD_BACK] if largest >= HELD_BACK.parameters else []
     for size in [*itertools.chain.from_iterable(one.batches for one in sizes(largest)), *others]:
         rates = [size.cell(rate).learning_rate for rate in ALL_RATES]
         for _, setting in _rows(size):
@@ -162,24 +175,13 @@ def _rows(size: Size) -> list[Claim]:
     return [*claims(size), Claim(f"{size.parameters:,}, data parallel", seedless(size.parallel(RATES[0])))]
 
 
-def held_back(rule: str) -> Claim:
-    """Return the row that no law is fitted to."""
-    setting = HELD_BACK.cell(RATES[0], **RULES[rule], learners=HELD_BACK_LEARNERS)
-    return Claim(f"held back: {HELD_BACK.parameters:,}, {rule}, M = {HELD_BACK_LEARNERS}", seedless(setting))
-
-
-def variant(name: str) -> Claim:
-    """Return the row of a variant, which no law is fitted to."""
-    setting = VARIANTS[name].cell(RATES[0], **next(iter(RULES.values())), learners=TUNED_LEARNERS)
-    return Claim(f"{name}: {VARIANTS[name].parameters:,}, {next(iter(RULES))}, M = {TUNED_LEARNERS}", seedless(setting))
-
-
-def claims(size: Size) -> list[Claim]:
+def claims(size: Size, learners: Iterable[int] = LEARNERS) -> list[Claim]:
     """Return the rows of one size."""
+    length = f" on {size.data}, {size.steps:,} steps" if size.length or size.data != "same" else ""
     return [
-        Claim(f"{size.parameters:,}, {name}, M = {m}", seedless(size.cell(RATES[0], **rule, learners=m)))
+        Claim(f"{size.parameters:,}{length}, {name}, M = {m}", seedless(size.cell(RATES[0], **rule, learners=m)))
         for name, rule in RULES.items()
-        for m in sorted(LEARNERS)
+        for m in sorted(learners)
         if size.batch % m == 0
     ]
 
@@ -188,50 +190,53 @@ class Point(NamedTuple):
     """The measured gap of one cell."""
 
     parameters: int
+    steps: int
     learners: int
+    sync_every: int
     gap: float
     """Per cent of the loss of data parallel."""
 
+    @property
+    def logarithms(self) -> list[float]:
+        """One, and the logarithms of M, steps, H and size, each by its reference."""
+        parts = (self.learners / 8, self.steps / 1e3, (self.sync_every + 2) / 8, self.parameters / 1e5)
+        return [1.0, *map(math.log, parts)]
+
 
 class Law(NamedTuple):
-    """gap = factors[M] * N^-exponent, in per cent."""
+    """The gap at M = 8, 1,000 steps, H = 6 and 100,000 parameters, in per cent, and the exponents of these four."""
 
-    exponent: float
-    factors: Mapping[int, float]
+    gap_at_reference: float
+    learners: float
+    steps: float
+    sync_every: float
+    size: float
 
-    def gap(self, parameters: float, learners: int) -> float:
-        """Return the gap that the law has for so many parameters and learners."""
-        return self.factors[learners] * math.pow(parameters, -self.exponent)
+    def gap(self, point: Point) -> float:
+        """Return the gap that the law has for a point, in per cent."""
+        _, *logarithms = point.logarithms
+        return self.gap_at_reference * math.exp(sum(map(operator.mul, self[1:], logarithms)))
 
 
 def fit(points: Iterable[Point]) -> Law | None:
-    """Return the law that fits best; None if no M has two sizes with a gap above zero."""
-    groups: dict[int, list[tuple[float, float]]] = {}
-    for parameters, learners, gap in points:
-        if gap > 0.0:
-            groups.setdefault(learners, []).append((math.log(parameters), math.log(gap)))
-    means = {m: tuple(map(statistics.fmean, zip(*group, strict=True))) for m, group in groups.items()}
-    square = product = 0.0
-    for m, group in groups.items():
-        for x, y in group:
-            square += (x - means[m][0]) ** 2
-            product += (x - means[m][0]) * (y - means[m][1])
-    if square < 1e-9:
+    """Return the law that fits best; None if no two sizes have a gap above zero. An exponent of what does not vary is
+    zero."""
+    usable = [point for point in points if point.gap > 0.0]
+    if len({point.parameters for point in usable}) < 2:
         return None
-    exponent = -product / square
-    return Law(exponent, {m: math.exp(y + exponent * x) for m, (x, y) in means.items()})
+    columns = np.array([point.logarithms for point in usable])
+    varies = [0, *(i for i in range(1, columns.shape[1]) if np.ptp(columns[:, i]) > 0)]
+    found = np.zeros(columns.shape[1])
+    found[varies] = np.linalg.lstsq(columns[:, varies], np.log([point.gap for point in usable]), rcond=None)[0]
+    reference, *exponents = map(float, found)
+    return Law(math.exp(reference), *exponents)
 
 
 def fits(points: Sequence[Point], seed: int = 0) -> list[Law]:
-    """Return fits to points that are drawn anew, with replacement, among those of the same M."""
-    draw, found = random.Random(seed), []
-    usable = [point for point in points if point.gap > 0.0]
-    groups = [[p for p in usable if p.learners == m] for m in sorted({p.learners for p in usable})]
-    for _ in range(RESAMPLED):
-        law = fit(p for group in groups for p in draw.choices(group, k=len(group)))
-        if law is not None:
-            found.append(law)
-    return found
+    """Return fits to points that are drawn anew, with replacement."""
+    draw = random.Random(seed)
+    found = (fit(draw.choices(points, k=len(points))) for _ in range(RESAMPLED))
+    return [law for law in found if law is not None]
 
 
 def interval(values: Iterable[float]) -> tuple[float, float]:
@@ -241,82 +246,40 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
     return ordered[cut], ordered[-1 - cut]
 
 
-def points(found: Cells, rule: str, largest: int) -> list[Point]:
-    """Return all gaps of a merge rule that were measured, one for each size, M and seed."""
+def points(found: Cells, rows: Iterable[Claim]) -> list[Point]:
+    """Return the gap of each row and seed that was measured."""
     return [
-        Point(size.parameters, claim.setting.learners, gap)
-        for size in sizes(largest)
-        for claim in claims(size)
-        if f", {rule}, " in claim.name
+        Point(size, claim.setting.steps, claim.setting.learners, claim.setting.sync_every, gap)
+        for claim in rows
+        for size in (int(claim.name.split()[0].strip(",").replace(",", "")),)
         for gap in measured(found, claim).get("to_parallel", ())
     ]
 
 
-def at_best_batches(found: Cells, size: Size) -> str:
-    """Return the gap of ``TUNED_LEARNERS`` if they and data parallel each have their best batch of those that both were
-    trained with; "" if that is one. Validation chooses, and test is shown, both with seed 1."""
-    rule = next(iter(RULES.values()))
-    tried = []
-    for one in size.batches:
-        pair = (one.parallel(RATES[0]), one.cell(RATES[0], **rule, learners=TUNED_LEARNERS))
-        runs = [found.get(tuned(found, seedless(cell)), {}) for cell in pair]
-        if all(SEEDS[0] in of_one for of_one in runs):
-            tried.append([(*halves(of_one[SEEDS[0]]), one.batch) for of_one in runs])
-    if len(tried) < 2:
-        return ""
-    (_, alone, least), (_, together, most) = (min(losses) for losses in zip(*tried, strict=True))
-    windows = ", ".join(str(batch) for batch in sorted(pair[0][2] for pair in tried))
-    gap = 100.0 * (together / alone - 1.0)
-    share = _efficiency(found, size, together) if least == size.batch else None
-    shown = "" if share is None else f", token efficiency {share:.0%}"
-    return f"{size.parameters:,} ({windows}): data parallel {least}, M = {TUNED_LEARNERS} {most}: {gap:+.2f} %{shown}"
-
-
-def _efficiency(found: Cells, size: Size, loss: float) -> float | None:
-    """Return the share of the budget after which data parallel with this size's batch has a test loss."""
-    curve = {}
-    for steps in (size.steps, *(round(share * size.steps) for share in LENGTHS)):
-        runs = found.get(tuned(found, seedless(size.parallel(RATES[0], steps=steps))), {})
-        if SEEDS[0] in runs:
-            curve[steps] = halves(runs[SEEDS[0]])[1]
-    return efficiency(loss, curve, size.steps)
-
-
 def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> Iterator[str]:
-    """Yield the table, the law of each rule, and what the law says of larger models. The table's rows are appended to
-    ``path``, if there is one; ``results`` has the cells."""
+    """Yield the table, the law of each rule, and what it says of the size that is held back. The table's rows are
+    appended to ``path``, if there is one; ``results`` has the cells."""
     found = by_seed(runner.rows(results))
     rows = [claim for size in sizes(largest) for claim in claims(size)]
-    rows += map(variant, variants(largest))
+    rows += [claim for size in equal(largest) for claim in claims(size, [EIGHT])]
     if largest >= HELD_BACK.parameters:
-        rows += map(held_back, RULES)
+        rows += claims(HELD_BACK, [EIGHT])
     yield from table(path, rows, results)
     edges = [row.name for size in sizes(largest) for row in _rows(size) if is_at_edge(found, row.setting)]
     yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
-    tuned_batches = [line for size in sizes(largest) if (line := at_best_batches(found, size))]
-    yield f"\n{next(iter(RULES))}, each at its best batch (of windows): " + ("; ".join(tuned_batches) or "not trained")
-    for rule in RULES:
-        measured_points = points(found, rule, largest)
-        law = fit(measured_points)
+    for name, rules in LAWS.items():
+        of_rule = points(found, (row for row in rows if any(f", {rule}, " in row.name for rule in rules)))
+        fitted = [point for point in of_rule if point.parameters < HELD_BACK.parameters]
+        law = fit(fitted)
         if law is None:
-            yield f"\n{rule}: no law, since no M has two sizes"
+            yield f"\n{name}: no law, since there are no two sizes"
             continue
-        drawn = fits(measured_points)
-        low, high = interval(one.exponent for one in drawn)
-        spread = f"90 %: {low:.2f} to {high:.2f}; {len(measured_points)} points"
-        yield f"\n{rule}: gap falls as N^-{law.exponent:.2f} ({spread})"
-        for m in sorted(law.factors):
-            shown = []
-            for parameters in PREDICTED:
-                low, high = interval(one.gap(parameters, m) for one in drawn)
-                shown.append(f"{parameters / 1e6:,.0f}M {law.gap(parameters, m):+.2f} % ({low:.2f} to {high:.2f})")
-            yield f"  M = {m}: " + ", ".join(shown)
-        gaps = measured(found, held_back(rule)).get("to_parallel")
-        if gaps and HELD_BACK_LEARNERS in law.factors:
-            low, high = interval(one.gap(HELD_BACK.parameters, HELD_BACK_LEARNERS) for one in drawn)
-            predicted = law.gap(HELD_BACK.parameters, HELD_BACK_LEARNERS)
-            yield (
-                f"  held back ({HELD_BACK.parameters:,} parameters, another text, M = {HELD_BACK_LEARNERS}): "
-                f"predicted {predicted:+.2f} % ({low:.2f} to {high:.2f}), measured {gaps[0]:+.2f} %"
-            )
-    yield "\n" + PUBLISHED
+        drawn = fits(fitted)
+        yield f"\n{name}, {len(fitted)} points: {law.gap_at_reference:.1f} % at M = 8, 1,000 steps, 100,000 parameters"
+        for field in Law._fields[1:]:
+            low, high = interval(getattr(one, field) for one in drawn)
+            yield f"  exponent of {field}: {getattr(law, field):+.2f} (90 %: {low:+.2f} to {high:+.2f})"
+        for point in of_rule:
+            if point.parameters >= HELD_BACK.parameters:
+                where = f"{point.parameters:,}, {point.steps:,} steps, H = {point.sync_every}"
+                yield f"  held back: {where}: predicted {law.gap(point):+.1f} %, measured {point.gap:+.1f} %"

@@ -36,8 +36,15 @@ def rows(path: Path = RESULTS) -> dict[Setting, dict[str, Any]]:
     return {setting: figures for setting, figures in found if setting is not None}
 
 
-def work(cells: Iterable[Setting], path: Path = RESULTS, *, is_compiled: bool = True, device: str = "cpu") -> None:
-    """Run those cells that nobody has run or is running."""
+def work(
+    cells: Iterable[Setting],
+    path: Path = RESULTS,
+    *,
+    is_compiled: bool = True,
+    device: str = "cpu",
+    is_narrow: bool = True,
+) -> None:
+    """Run those cells that nobody has run or is running; see ``Laboratory`` for the options."""
     for setting in cells:
         if setting in rows(path) or not _claim(setting):
             continue
@@ -45,14 +52,15 @@ def work(cells: Iterable[Setting], path: Path = RESULTS, *, is_compiled: bool = 
             continue
         began, cpu = time.monotonic(), time.process_time()
         try:
-            result = Laboratory(setting, is_compiled=is_compiled, device=device).run()
+            result = Laboratory(setting, is_compiled=is_compiled, device=device, is_narrow=is_narrow).run()
         except (ValueError, RuntimeError) as error:
             print(f"failed: {changes(setting)}: {error}", flush=True)
             continue
         figures: dict[str, Any] = {key: round(value, 6) for key, value in result.figures.items()}
         figures["by_window"] = [round(float(x), 4) for x in result.losses]
         if device != "cpu":
-            figures["device"] = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+            name = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+            figures["device"] = name if is_narrow else f"{name}, float32"
         figures["cpu_s"] = round(time.process_time() - cpu, 1)
         figures["wall_s"] = round(time.monotonic() - began, 1)
         record.append(path, [record.row("quality", to_row(setting), figures)])

@@ -88,8 +88,12 @@ class Stepping(Protocol):
 class Stack:
     """``k`` learners that step together, all from the same parameters."""
 
-    def __init__(self, setting: Setting, model: nn.Module, k: int, samples: int, *, is_compiled: bool) -> None:
+    def __init__(
+        self, setting: Setting, model: nn.Module, k: int, samples: int, *, is_compiled: bool, is_narrow: bool = True
+    ) -> None:
+        """``is_narrow``: on a GPU the model computes in bfloat16, as the built-in learner does."""
         self.k = k
+        self._is_narrow = is_narrow
         self.steps = 0
         """Of the inner optimizer."""
         self._setting = setting
@@ -116,7 +120,7 @@ class Stack:
     def step(self, batch: Tensor, progress: int) -> Tensor:
         """One inner step at global step ``progress``; returns the losses, float32 [k]."""
         inner = self._setting.inner_config
-        with torch.autocast("cuda", torch.bfloat16, enabled=batch.is_cuda):  # as the built-in learner
+        with torch.autocast("cuda", torch.bfloat16, enabled=batch.is_cuda and self._is_narrow):
             value = self._losses(self._parameters, batch)
         value.sum().backward()  # type: ignore[no-untyped-call]
         self._clip(inner.clip)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,23 @@ from benchmarks.quality.settings import Setting, to_row
 from p2pdiloco.training.models import build_model
 
 SMALLEST, SECOND = law.SIZES[:2]
-TRUE = Law(0.4, {2: 80.0, 8: 300.0})
+TRUE = Law(8.0, learners=1.1, steps=-0.7, sync_every=0.5, size=-0.2)
 
 
-def made(noise: float = 0.0) -> list[Point]:
-    draw = random.Random(1)
-    return [
-        Point(size.parameters, m, TRUE.gap(size.parameters, m) * (1.0 + draw.uniform(-noise, noise)))
-        for size in law.SIZES
-        for m in TRUE.factors
-        for _ in range(3)
-    ]
+def made(noise: float = 0.0, every: tuple[int, ...] = (3, 6)) -> list[Point]:
+    draw, found = random.Random(1), []
+    for size, m, steps, h in itertools.product(law.SIZES, (2, 8), (500, 2000), every):
+        point = Point(size.parameters, steps, m, h, 0.0)
+        found.append(point._replace(gap=TRUE.gap(point) * (1.0 + draw.uniform(-noise, noise))))
+    return found
 
 
-@pytest.mark.parametrize("size", [*law.SIZES, *law.VARIANTS.values()], ids=lambda size: f"{size.parameters}")
+@pytest.mark.parametrize("size", law.SIZES, ids=lambda size: f"{size.parameters}")
 def test_a_size_has_as_many_parameters_and_tokens_as_it_says(size: law.Size) -> None:
     model = build_model(size.cell(1.0).model_config, 1)
     assert sum(p.numel() for p in model.parameters()) == size.parameters
-    assert size.steps * size.batch * size.context == pytest.approx(20 * size.parameters, rel=0.01)
+    assert size.steps * size.batch * law.CONTEXT == pytest.approx(20 * size.parameters, rel=0.01)
+    assert size._replace(length=500).steps == 500
 
 
 def test_small_sizes_come_first_and_each_cell_once() -> None:
@@ -44,25 +45,44 @@ def test_small_sizes_come_first_and_each_cell_once() -> None:
     assert all(cell.agreement and cell.bounded for cell in found if cell.method == "diloco")
 
 
+def test_equal_cells_differ_in_size_steps_and_rule_alone() -> None:
+    found = list(law.equal_cells(10**9))
+    assert len(set(found)) == len(found)
+    assert {cell.batch for cell in found} == {law.EQUAL_BATCH}
+    assert {cell.steps for cell in found if cell.data == "same"} == set(law.STEPS)
+    assert {(cell.width, cell.steps) for cell in found if cell.data == "english"} == {
+        (size.width, steps) for size in law.SIZES for steps in law.PROSE_STEPS
+    }
+    assert {cell.width for cell in law.equal_cells(SECOND.parameters)} == {SMALLEST.width, SECOND.width}
+    assert law.equal_rates(SMALLEST, "mean every 6") == (1.4, 2.4)
+    assert law.equal_rates(law.HELD_BACK, "RDA every 24") == (0.46, 0.8)
+
+
 def test_a_law_is_found_again() -> None:
     found = law.fit(made())
     assert found is not None
-    assert found.exponent == pytest.approx(0.4)
-    assert found.gap(35e6, 8) == pytest.approx(TRUE.gap(35e6, 8))
+    assert found == pytest.approx(TRUE)
+    assert found.gap(Point(100_000, 1000, 8, 6, 0.0)) == pytest.approx(8.0)
+
+
+def test_what_does_not_vary_has_no_exponent() -> None:
+    found = law.fit(made(every=(6,)))
+    assert found is not None
+    assert found == pytest.approx(TRUE._replace(sync_every=0.0))
 
 
 def test_most_intervals_hold_the_truth_and_grow_with_noise() -> None:
     widths = []
     for noise in (0.05, 0.3):
-        low, high = law.interval(one.exponent for one in law.fits(made(noise)))
-        assert low < 0.4 < high
+        low, high = law.interval(one.size for one in law.fits(made(noise)))
+        assert low < -0.2 < high
         widths.append(high - low)
     assert widths[1] > 2 * widths[0]
 
 
-@pytest.mark.parametrize("points", [[], [Point(1000, 2, 3.0)], [Point(1000, 2, 3.0), Point(2000, 2, -0.1)]])
-def test_of_one_size_there_is_no_law(points: list[Point]) -> None:
-    assert law.fit(points) is None
+@pytest.mark.parametrize("gaps", [(), (3.0,), (3.0, -0.1)])
+def test_of_one_size_there_is_no_law(gaps: tuple[float, ...]) -> None:
+    assert law.fit(Point(1000 * (i + 1), 500, 2, 6, gap) for i, gap in enumerate(gaps)) is None
 
 
 def put(path: Path, setting: Setting, loss: float) -> None:
@@ -82,8 +102,9 @@ def test_what_is_printed_is_the_gap_at_the_best_rate_and_the_law_of_it(tmp_path:
     assert "| 26,232, mean every 6, M = 8 | 1 | 2.1600 | +8.00 |" in found
     assert "| 80,112, mean every 6, M = 8 | 1 | 2.0800 | +4.00 |" in found
     assert "edge of those trained: none" in found
-    assert "mean every 6: gap falls as N^-0.62" in found
-    assert "RDA every 24: no law" in found
+    assert "mean, 2 points: " in found
+    assert "exponent of learners: +0.00 (90 %: +0.00 to +0.00)" in found
+    assert "RDA: no law" in found
     put(results, SECOND.cell(law.RATES[-1], **rule, learners=2), 2.0)
     assert f"edge of those trained: {SECOND.parameters:,}, mean every 6, M = 2" in "\n".join(
         law.lines(SECOND.parameters, None, results)
@@ -113,11 +134,13 @@ def test_what_is_held_back_is_predicted_and_fits_no_law(tmp_path: Path) -> None:
     for size, gap in ((SMALLEST, 1.08), (SECOND, 1.04), (law.HELD_BACK, 1.03)):
         put(results, size.parallel(law.RATES[1]), 2.0)
         put(results, size.cell(law.RATES[1], **rule, learners=8), 2.0 * gap)
+    put(results, SMALLEST._replace(length=500).parallel(law.RATES[1]), 2.0)  # the law needs more than two lengths
+    put(results, SMALLEST._replace(length=500).cell(law.RATES[1], **rule, learners=8), 2.0 * 1.08)
     without, found = ("\n".join(law.lines(n, None, results)) for n in (SECOND.parameters, law.HELD_BACK.parameters))
-    assert "N^-0.62" in without
-    assert "N^-0.62" in found
-    assert "| held back: 2,755,008, mean every 6, M = 8 | 1 | 2.0600 | +3.00 |" in found
-    assert "predicted +0.44 % (0.44 to 0.44), measured +3.00 %" in found
+    assert "held back" not in without
+    assert without.split("points: ")[1].split("\n\n")[0] in found
+    assert "| 2,755,008 on packages, 3,363 steps, mean every 6, M = 8 | 1 | 2.0600 | +3.00 |" in found
+    assert re.search(r"held back: 2,755,008, 3,363 steps, H = 6: predicted \+\d.\d %, measured \+3.0 %", found)
     assert {cell.data for cell in law.cells(law.SIZES[-1].parameters)} == {"same"}
     assert [cell.data for cell in law.cells(law.HELD_BACK.parameters)].count("packages") == 12
 
