@@ -1,4 +1,4 @@
-"""Forecast of a run's needs in bandwidth, memory and money, before it is founded.
+"""Forecast of a run's needs in bandwidth and memory, before it is founded.
 
 Rules of this file:
 1. Pure arithmetic. All peers and their links are alike. Utilisation comes from the public model of the DiLoCo family;

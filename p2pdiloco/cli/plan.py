@@ -1,4 +1,4 @@
-"""``p2pdiloco plan``: Estimate the bandwidth, memory and money that a run needs of each peer, and which H, tau and
+"""``p2pdiloco plan``: Estimate the bandwidth and memory that a run needs of each peer, and which H, tau and
 codec fit the link. Nothing is created.
 """
 
@@ -14,6 +14,7 @@ from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.node.run_creation import find_run, read_config
 from p2pdiloco.planner import Advice, Forecast, PeerLines, Wanted, advise, make_plan
 from p2pdiloco.protocol.manifest import RunConfig, make_layout
+from p2pdiloco.protocol.manifest_defaults import expected_gap
 from p2pdiloco.training.models import outline
 from p2pdiloco.training.parameters import embedding_names, trainable
 
@@ -34,7 +35,9 @@ async def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(msgspec.json.encode({"plan": plan, "advice": advice}).decode())
     else:
-        print("\n".join(describe(plan, advice, wanted)))
+        gap = expected_gap(config, plan.parameters, arguments.peers)
+        loss = [] if gap is None else [f"loss              roughly {gap:.2g} % above one machine with the same tokens"]
+        print("\n".join([*describe(plan, advice, wanted), *loss]))
     return 0
 
 

@@ -28,7 +28,7 @@ from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.config import describe_end
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.protocol.manifest_defaults import end_of, few_rounds
+from p2pdiloco.protocol.manifest_defaults import describe_rounds, end_of, few_rounds
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
 from p2pdiloco.swarm.duplicate_identity import refuse_duplicate_identity
 from p2pdiloco.swarm.invitations import (
@@ -113,6 +113,7 @@ async def start(
         if name != config.name:
             renamed = msgspec.structs.replace(config, name=name)
             manifest, initial = await asyncio.to_thread(begin, renamed)
+        say(describe_rounds(manifest.config, sum(tensor.elements for tensor in manifest.tensors)))
         if warning := few_rounds(manifest.config):
             say(f"warning: {warning}")
         with hold(options.folder, manifest):

@@ -38,21 +38,27 @@ PARTS: Final = {
 """Settings that are filled in, by table."""
 ENOUGH_ROUNDS: Final = 40
 """Rounds of a fragment in a run. With fewer, the founder is warned, and the bias of the outer momentum is corrected."""
-SHORT_ROUNDS: Final = 80
-"""Rounds of a run of a larger model that would have fewer than ``ENOUGH_ROUNDS`` at the default H."""
-USUAL_ROUND: Final = ScheduleConfig().sync_every
-LIGHT_ROUND: Final = 3
-"""H in steps, where traffic does not matter. With rounds this frequent, the plain mean of the learners ends at a lower
-loss than RDA with momentum every 24 steps, and, from four learners on, than the mean every six steps. Every two steps
-gain little more."""
-SHORTEST_ROUND: Final = 6
-"""H of the other ``SMALL`` models, and the least of a larger one, in a short run."""
-SMALLEST: Final = 1 << 22
-"""Maximum size of a model that has ``LIGHT_ROUND``, in parameters. With int4 every 3 steps a peer sends, and receives,
-about 0.28 bytes per parameter and step: 1.2 MB for this size."""
-SMALL: Final = 2 * SMALLEST
-"""Maximum size of a model for which traffic does not matter. Above ``SMALLEST`` it has ``SHORTEST_ROUND``, for as many
-bytes per step."""
+WANTED_ROUNDS: Final = {"muon": 160, "adamw": 80}
+"""Rounds of a fragment for which H is shortened, by inner optimizer. What learners lose by training apart falls with
+the steps of the run much faster than with the size of the model, so the shorter a run is, the more often it needs to
+exchange. With AdamW less is gained by it: after 1,920 steps, every 24 steps is as good as every 3."""
+SEVERAL: Final = 8
+"""Learners that share a budget of tokens, for an estimate of the run's steps."""
+LONGEST_ROUND: Final = ScheduleConfig().sync_every
+"""The usual H in steps, with RDA."""
+SHORTEST_ROUND: Final = 3
+"""The least H in steps. With rounds this frequent, the plain mean of the learners ends at a lower loss than with the
+mean every six steps. Every two steps gain little more."""
+PLAIN_ROUND: Final = 8
+"""Largest H in steps for which the plain mean is taken. Above, up to ``LONGEST_ROUND``, the mean needs an outer
+momentum."""
+FREE_PARAMETERS: Final = 1_400_000
+"""Parameters per step of H for which traffic does not matter: with int4, a peer sends, and receives, about 1.2 MB per
+step."""
+LARGEST_MEASURED: Final = 2.8e6
+"""Parameters of the largest model whose loss was compared with data parallel."""
+SMALL: Final = 1 << 23
+"""Maximum size of a model whose inner rate is known, in parameters."""
 ADAPTERS: Final = 0.125
 """Maximum share of a model's parameters that counts as adapters, for which traffic does not matter either: with rounds
 eight times as frequent they send no more than the whole model would with the usual ones."""
@@ -89,13 +95,12 @@ def in_rounds(
 ) -> RunConfig:
     """Return ``config`` with H (``sync_every``) filled in if it was left out, and P (``fragments``) likewise.
 
-    The ``SMALLEST`` models, and adapters of any size, get ``LIGHT_ROUND`` steps, and ``SMALL`` models
-    ``SHORTEST_ROUND``: more if P or the overlap need them, unless P or twice the overlap is above ``SHORTEST_ROUND``.
-    Others get 24; a run with fewer than ``ENOUGH_ROUNDS`` rounds at 24 gets a smaller H, so that it has
-    ``SHORT_ROUNDS``, but at least ``SHORTEST_ROUND`` steps. H is a multiple of P.
+    H is between ``SHORTEST_ROUND`` and ``LONGEST_ROUND`` steps: as short as traffic allows (adapters, and models by
+    ``FREE_PARAMETERS``), or as a run of this length needs (``WANTED_ROUNDS``). It is at least P, and twice the overlap
+    less one, and a multiple of P.
 
-    If H is below 24 and nothing of the outer optimizer is written, the plain mean with rate 1 and no momentum is filled
-    in.
+    If H is below ``LONGEST_ROUND`` and nothing of the outer optimizer is written, the mean is filled in: with rate 1
+    and no momentum, or above ``PLAIN_ROUND`` with rate 0.7 and momentum 0.6.
 
     Args:
         said: keys that the founder wrote in the schedule.
@@ -104,27 +109,32 @@ def in_rounds(
         share: how much of the model is exchanged, 0 to 1; None: adapters, if the configuration has them, else all.
         tensors: number of the model's tensors, which P must not exceed; None: it has enough.
     """
-    schedule, outer, steps = config.schedule, config.outer, config.inner.steps
-    parameters = _parameters(config.model) if parameters is None else parameters
+    schedule, outer = config.schedule, config.outer
     if "sync_every" in said:
         return config
-    is_short = config.inner.tokens is UNSET and steps < ENOUGH_ROUNDS * USUAL_ROUND
-    least = max(SHORTEST_ROUND, schedule.overlap + 1)
-    fragments = schedule.fragments if "fragments" in said else 0
     has_adapters = config.model.lora is not None if share is None else share <= ADAPTERS
-    is_light = has_adapters or parameters <= SMALL
-    if is_light and max(fragments, 2 * schedule.overlap) <= SHORTEST_ROUND:
-        shortest = LIGHT_ROUND if has_adapters or parameters <= SMALLEST else SHORTEST_ROUND
-        wanted = least = max(shortest, fragments, schedule.overlap + 1)
-    else:
-        wanted = max(least, steps // SHORT_ROUNDS) if is_short else USUAL_ROUND
+    parameters = _parameters(config.model) if parameters is None else parameters
+    needed = _planned_steps(config) // WANTED_ROUNDS[_optimizer(config)]
+    shortest = min(needed, 0 if has_adapters else parameters / FREE_PARAMETERS)
+    fragments = schedule.fragments if "fragments" in said else 0
+    least = max(SHORTEST_ROUND, fragments, 2 * schedule.overlap - 1)
+    wanted = max(least, min(LONGEST_ROUND, math.ceil(shortest)))
     fragments = fragments or (wanted if tensors is None else _divisor(wanted, tensors))
     sync_every = max(-(-least // fragments), wanted // fragments) * fragments
-    if max(wanted, sync_every) < USUAL_ROUND and not said_outer:
-        outer = msgspec.structs.replace(outer, merge="direct", learning_rate=1.0, momentum=0.0)
+    if max(wanted, sync_every) < LONGEST_ROUND and not said_outer:
+        rate, momentum = (1.0, 0.0) if sync_every <= PLAIN_ROUND else (0.7, 0.6)
+        outer = msgspec.structs.replace(outer, merge="direct", learning_rate=rate, momentum=momentum)
     return msgspec.structs.replace(
         config, outer=outer, schedule=msgspec.structs.replace(schedule, fragments=fragments, sync_every=sync_every)
     )
+
+
+def _planned_steps(config: RunConfig) -> int:
+    """Return the steps of a run; if it has a token budget, those in which ``SEVERAL`` learners train it."""
+    inner = config.inner
+    if inner.tokens is UNSET:
+        return inner.steps
+    return inner.tokens // (inner.batch * config.model.context * SEVERAL)
 
 
 def _divisor(number: int, most: int) -> int:
@@ -209,6 +219,10 @@ def inner_optimizer(model: ModelConfig) -> Literal["adamw", "muon"]:
     return "muon" if model.kind != "external" and model.lora is None else "adamw"
 
 
+def _optimizer(config: RunConfig) -> Literal["adamw", "muon"]:
+    return inner_optimizer(config.model) if config.inner.optimizer is UNSET else config.inner.optimizer
+
+
 def few_rounds(config: RunConfig) -> str:
     """Return a warning for the founder of a run with few rounds, with a remedy; empty if it has enough."""
     inner, schedule = config.inner, config.schedule
@@ -221,6 +235,39 @@ def few_rounds(config: RunConfig) -> str:
         f"a run of {inner.steps} steps has only {rounds} rounds of {schedule.sync_every} steps, and would learn more "
         f"with {ENOUGH_ROUNDS}: set {remedy}inner.steps = {ENOUGH_ROUNDS * schedule.sync_every}"
     )
+
+
+def expected_gap(config: RunConfig, parameters: float, learners: int) -> float | None:
+    """Return by how many per cent the loss of so many learners will roughly be above that of data parallel with the
+    same tokens; None for a run that trains by AdamW or from a trained model, or with a merge that was not measured.
+
+    This is the law that ``python -m benchmarks.quality scale`` fits to models of up to 0.9 million parameters; for one
+    of 2.8 million it was at most 1.8 times too high, and 1.2 times too low. Larger models count as that.
+    """
+    sync_every, steps = config.schedule.sync_every, max(1.0, _planned_steps(config)) / 1e3
+    if _optimizer(config) == "adamw" or config.model.folder or sync_every > LONGEST_ROUND:
+        return None
+    if config.outer.merge == "rda":
+        return 13.2 * (learners / 8) ** 0.96 * steps**-0.86 if sync_every == LONGEST_ROUND else None
+    size = (min(parameters, LARGEST_MEASURED) / 1e5) ** -0.13
+    gap: float = 7.7 * (learners / 8) ** 1.11 * steps**-0.71 * ((sync_every + 2) / 8) ** 0.47 * size
+    return gap
+
+
+def describe_rounds(config: RunConfig, parameters: float) -> str:
+    """Return a sentence for the founder: how often peers exchange, and what that costs in quality and traffic."""
+    said = f"peers exchange each part of the model every {config.schedule.sync_every} steps"
+    gap = expected_gap(config, parameters, SEVERAL)
+    if gap is None:
+        return said
+    said += f"; {SEVERAL} learners end roughly {gap:.2g} % above one machine that trains on the same tokens"
+    half = max(SHORTEST_ROUND, config.schedule.sync_every // 2)
+    closer = msgspec.structs.replace(config.schedule, sync_every=half)
+    outer = msgspec.structs.replace(config.outer, merge="direct")
+    least = expected_gap(msgspec.structs.replace(config, schedule=closer, outer=outer), parameters, SEVERAL)
+    if least is None or half == config.schedule.sync_every:
+        return said
+    return f"{said}. With schedule.sync_every = {half}: {least:.2g} %, for up to twice the traffic"
 
 
 def momentum_type(outer: OuterConfig) -> MomentumType:

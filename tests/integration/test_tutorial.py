@@ -36,6 +36,7 @@ def test_its_commands_do_what_it_says(tmp_path: Path) -> None:
 
         ann = swarm.launch("ann", typed(start))
         ann.wait_for(Invited, START_S)
+        assert printed(ann, "every 6 steps; 8 learners end roughly 12 % above one machine") is not None
         known["invite"] = run(*add, "--state", ann.folder, timeout_s=START_S).stdout.strip()
         asked = run(*typed(doctor), "--seconds", "0.5", "--state", tmp_path / "doctor", timeout_s=START_S)
         assert asked.returncode == 0, asked.stdout + asked.stderr
