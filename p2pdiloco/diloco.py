@@ -151,7 +151,7 @@ class DiLoCo(SwarmView):
                 ``p2pdiloco prolong`` makes a run longer. Default: 10^9, practically endless.
             sync_every: H, steps between two exchanges of the same fragment. Default, as for configuration files: from 3
                 to 24. 3 if at most 4 million parameters, or an eighth of the model's (adapters), are exchanged, 1 more
-                for each further 1.4 million; fewer in a run that would have less than 80 rounds.
+                for each further 1.4 million, but 24 instead of 12 and more; fewer in a run of less than 960 steps.
             n_fragments: P, number of parts into which the model is divided. They are exchanged one after the other. P
                 must divide ``sync_every`` and be at most the number of trainable tensors. Default: 1 if ``sync_every``
                 is given; else the largest such number.
@@ -162,9 +162,9 @@ class DiLoCo(SwarmView):
                 length of the changes). Default: ``"direct"`` if ``sync_every`` and the outer optimizer are left out and
                 H comes out below 24; else ``"rda"``.
             outer_lr: Learning rate of the outer optimizer (SGD with Nesterov momentum). Default: 0.4; where ``merge``
-                becomes ``"direct"`` by default, 1.0, or 0.7 if H is above 8.
+                becomes ``"direct"`` by default, 1.0.
             outer_momentum: Momentum of the outer optimizer, from 0 to below 1. Default: 0.7; where ``merge`` becomes
-                ``"direct"`` by default, 0.0, or 0.6 if H is above 8.
+                ``"direct"`` by default, 0.0.
             codec: Encoding of the exchanged changes: ``"int4"``, ``"int8"``, ``"bf16"``, ``"int2"`` or ``"e3m0"``.
                 ``"auto"``: each sender takes the finest one that its link can carry in time. Default: ``"int4"``.
             access: Who may join: ``"invite"`` (holders of an invite), ``"list"`` (only peers that an admin names) or

@@ -58,7 +58,7 @@ def claims() -> list[Claim]:
         *(_of(f"mean every 6 steps, M = {m}", **ANY_LENGTH, learners=m) for m in (8, 4, 2)),
         *(_of(f"overlap of one step, M = {m}", **near, learners=m) for m in (8, 4, 2)),
         *(_of(f"mean 0.7 / 0.6 every 12 steps, M = {m}", **TWELVE, learners=m) for m in (8, 4, 2)),
-        *(_of(f"RDA every 24 steps (larger models), M = {m}", **LINE, learners=m) for m in (8, 4)),
+        *(_of(f"RDA every 24 steps (long runs), M = {m}", **LINE, agreement=True, learners=m) for m in (8, 4)),
         _of("scripts: AdamW, M = 4", adamw_line, **EVERY_THREE | SCRIPT, learners=4),
         _of("scripts: AdamW, mean every 6 steps, M = 4", adamw_line, **ANY_LENGTH | SCRIPT, learners=4),
         _of("scripts: AdamW, RDA every 24, M = 4", adamw_line, agreement=True),

@@ -177,7 +177,7 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sync_every: Positive = 24
     """Steps between two exchanges of a fragment (H). A smaller H sends more and learns better. Unit: steps. Default:
     between 3 and 24. 3 for adapters and for up to 4 million parameters, 1 more for each further 1.4 million; fewer in a
-    run that would have less than 160 rounds (80 with AdamW)."""
+    run that would have less than 160 rounds (80 with AdamW, which has 24 instead of 12 to 23)."""
     overlap: Positive = 2
     """Steps that an exchange may take before it is late (tau). Less than ``sync_every``. On slow links use a larger
     one: ``p2pdiloco plan`` recommends a value. Unit: steps."""
@@ -206,7 +206,7 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outer optimizer: SGD with Nesterov momentum on the merged updates. If this table and ``sync_every`` are left
     out and H comes out below 24, the run uses ``merge = "direct"`` with ``learning_rate = 1.0`` and ``momentum = 0.0``,
-    or above 8 with 0.7 and 0.6."""
+    or with ``muon`` above 8 with 0.7 and 0.6."""
 
     learning_rate: Rate = 0.4
     """Outer learning rate. With ``merge = "rda"``, keep ``learning_rate / (1 - momentum)`` near 1.3. DiLoCo's usual
