@@ -496,7 +496,7 @@ class Contributions:
         pending = self.pending.get(shard)
         if pending is not None:
             pending.rank += 1
-            if not pending.has_answered:
+            if not pending.has_answered and self.core.departure != "leaving":  # half the time is no miss
                 self.core.membership.on_takeover_missed(
                     pending.target, self.core.now, self.aggregation.waits().takeover_s
                 )

@@ -414,6 +414,15 @@ if founder not in donors:
         "test_ownership.py::test_a_commit_of_an_owner_that_leaves_most_out_comes_after_the_next_owners",
     ),
     _bug(
+        "who leaves ranks owners last that had half of the takeover time",
+        "contributions",
+        "Contributions.on_takeover_due",
+        "self.core.departure != 'leaving'",
+        "True",
+        "its next contribution goes to another owner than those of the others, and is lost",
+        "test_ownership.py::test_who_leaves_turns_to_the_next_rank_sooner",
+    ),
+    _bug(
         "a commit of few contributions makes up for misses",
         "aggregation",
         "Aggregation.on_head_changed",

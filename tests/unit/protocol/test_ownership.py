@@ -157,6 +157,8 @@ def test_who_leaves_turns_to_the_next_rank_sooner() -> None:
     assert not sent(stage.wait(takeover_s / 2 - 0.01), msg.Contribution)
     assert sent(stage.wait(0.02), msg.Contribution) == [(C, given)]
     assert owner == B
+    stage.wait(takeover_s / 2)
+    assert {weight for _, weight in stage.machine.core.membership.owners.candidates} == {1.0}, "for the others, as well"
 
 
 def test_a_commit_that_comes_in_time_stops_the_takeover() -> None:
