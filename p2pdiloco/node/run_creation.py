@@ -37,7 +37,7 @@ from p2pdiloco.training.data_sources import check_extras
 from p2pdiloco.training.dataset_files import CorpusError
 from p2pdiloco.training.evaluation import shared_samples
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
-from p2pdiloco.training.models import build
+from p2pdiloco.training.models import NO_BASE, build
 from p2pdiloco.training.parameters import embedding_names, trainable
 from p2pdiloco.training.tokenized_dataset import with_tokenizer
 from p2pdiloco.wire.control_messages import StateProof
@@ -126,6 +126,8 @@ def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Man
     Raises:
         ConfigError: corpus or model cannot be used, or there are more fragments than tensors.
     """
+    if options.learner.model and config.model.lora is None:
+        raise ConfigError(NO_BASE)
     try:
         check_extras(config)
         data = with_tokenizer(config.data, options.learner.data, options.learner.tokenizer)
@@ -133,7 +135,8 @@ def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Man
         corpus = load_corpus(data, options.learner.data, options.learner.tokenizer, context=config.model.context)
         model: nn.Module | None = None
         if config.model.folder:
-            found_config, model = read_folder(config.model, config.seed)
+            folder = options.learner.model or config.model.folder
+            found_config, model = read_folder(msgspec.structs.replace(config.model, folder=folder), config.seed)
             config = msgspec.structs.replace(config, model=found_config)
         if model is None:
             model = build(config.model, config.seed)

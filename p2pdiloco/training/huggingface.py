@@ -106,6 +106,7 @@ def read_folder(config: ModelConfig, seed: int) -> tuple[ModelConfig, nn.Module 
         raise ArchitectureError(
             f"model.folder = {config.folder!r}: config.json cannot be read ({error}): "
             "name a folder as transformers' save_pretrained writes it"
+            + ("" if config.lora is None else ", there or with --model")
         ) from error
     if not isinstance(told, dict) or "auto_map" in told:
         raise ArchitectureError(

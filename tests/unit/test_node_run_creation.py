@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from msgspec import UNSET
+from test_training_huggingface import save_llama
 
 from p2pdiloco.node.run_creation import found, is_founded_from, with_own_places
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
@@ -16,6 +17,7 @@ from p2pdiloco.protocol.manifest import (
     DataConfig,
     EvaluationConfig,
     HeldOut,
+    LoraConfig,
     ModelConfig,
     RunConfig,
     ScheduleConfig,
@@ -96,3 +98,31 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
     assert with_own_places(given, config) == given
     stdlib = RunConfig(name="x", data=DataConfig(kind="stdlib", path="ignored"))
     assert with_own_places(options, stdlib).learner.data is None
+
+
+def test_adapters_are_founded_on_the_base_of_the_command_line(tmp_path: Path) -> None:
+    """Its learner trains on that one: the manifest has its digest, whether the file's folder is there or not."""
+    for name in ("transformers", "peft"):
+        pytest.importorskip(name, reason="needs the extra hf: pip install '.[hf]'")
+    for seed, name in enumerate(("mine", "theirs")):
+        save_llama(tmp_path / name, seed)
+
+    def digest(folder: str, given: str | None = None) -> object:
+        model = ModelConfig(kind="huggingface", folder=folder, context=8, lora=LoraConfig(targets=("q_proj",)))
+        config = written(tmp_path, model=model)
+        options = PeerOptions(folder=tmp_path / "state", learner=LearnerOptions(model=given))
+        manifest, _ = found(config, PeerId("ann"), with_own_places(options, config))
+        assert manifest.config.model.lora is not None
+        return manifest.config.model.lora.base_digest
+
+    mine, theirs = str(tmp_path / "mine"), str(tmp_path / "theirs")
+    assert digest("nowhere", mine) == digest(theirs, mine) == digest(mine) != digest(theirs)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/none.*config.json cannot be read.*--model"):
+        digest(mine, str(tmp_path / "none"))
+
+
+def test_a_base_for_a_run_without_adapters_is_told_before_it_is_founded(tmp_path: Path) -> None:
+    options = PeerOptions(folder=tmp_path / "state", learner=LearnerOptions(model="base"))
+    config = written(tmp_path)
+    with pytest.raises(ConfigError, match="leave it out"):
+        found(config, PeerId("ann"), with_own_places(options, config))
