@@ -2,7 +2,7 @@
 
 The shipped path is ``p2pdiloco.codec`` itself (quantizers, merge rules, outer step), in the order in which the peer
 calls it; a test compares the two. Payloads are compressed to count their bytes. What the product does not have (fp32
-payloads, primal averaging, penalties) is implemented here for comparison.
+payloads, sparse ones, primal averaging, penalties) is implemented here for comparison.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.quality import sparse
 from benchmarks.quality.headings import turned
 from benchmarks.quality.settings import Setting
 from p2pdiloco.codec import compression, merge, outer_optimizer, quantization
@@ -43,6 +44,9 @@ def pack(codec: str, x: Tensor) -> Parcel:
     if name == "fp32":
         values = x.clone()
         return Parcel(merge.Vector(values), values, 4.0 * x.numel())
+    if name == "top":
+        chunks, values = sparse.encode(float(number), x)
+        return Parcel(merge.Vector(values), values, float(sum(map(len, chunks))))
     how = quantization.recipe(_codec(name), float(number) if number else None)
     bodies = [bytes(body) for body in quantization.encode_vector(how, x)]
     values = quantization.decode_chunks(bodies, torch.empty_like(x))
@@ -53,7 +57,7 @@ def _codec(name: str) -> Codec:
     for known in FORMATS:
         if known == name:
             return known
-    raise ValueError(f"there is no codec {name!r}: fp32, or one of {', '.join(FORMATS)}")
+    raise ValueError(f"there is no codec {name!r}: fp32, top@SHARE, or one of {', '.join(FORMATS)}")
 
 
 class Exchange:
@@ -74,6 +78,8 @@ class Exchange:
         self.momentum = torch.zeros(theta.shape, dtype=torch.bfloat16 if is_narrow else torch.float32)
         self._owed = torch.zeros(setting.learners, *theta.shape)
         """What the downlink's rounding took off, by owner, where a setting has owners make up for it."""
+        self._kept = torch.zeros(setting.learners if setting.kept else 0, *theta.shape)
+        """What the uplink's rounding took off, by learner, where its node keeps that for the next contribution."""
         self._owners: dict[ShardId, int] = {}
         """Who made each shard's last step."""
         self._draws = random.Random(f"owners {setting.seed}")
@@ -101,10 +107,15 @@ class Exchange:
         piece = self.layout.shards[shard]
         return slice(piece.start, piece.stop)
 
-    def contribute(self, shard: ShardId, snapshot: Tensor) -> Parcel:
+    def contribute(self, shard: ShardId, snapshot: Tensor, learner: int = 0) -> Parcel:
         """A learner's outer gradient: global parameters minus its own, ``snapshot`` float32 [all elements]."""
         span = self.span(shard)
-        parcel = pack(self._setting.up, self.theta[span] - snapshot[span])
+        meant = self.theta[span] - snapshot[span]
+        if self._setting.kept:
+            meant += self._kept[learner, span]
+        parcel = pack(self._setting.up, meant)
+        if self._setting.kept:
+            self._kept[learner, span] = (meant - parcel.values).mul_(self._setting.kept)
         self.up_bytes += parcel.bytes
         self.up_parameters += parcel.values.numel()
         return parcel

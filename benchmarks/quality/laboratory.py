@@ -290,7 +290,7 @@ class Laboratory:
         for shift in member.shifts:  # what it has not taken yet; as ``peer.global_state`` does
             if shift.shard in shards:
                 self._scratch[self.exchange.span(shift.shard)] += shift.change
-        parcels = {shard: self.exchange.contribute(shard, self._scratch) for shard in shards}
+        parcels = {shard: self.exchange.contribute(shard, self._scratch, index) for shard in shards}
         meant = {}
         if not self.setting.feedback:
             spans = ((shard, self.exchange.span(shard)) for shard in shards)

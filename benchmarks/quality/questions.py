@@ -128,10 +128,36 @@ def defaults() -> list[Setting]:
     ]
 
 
+NODE_KEEPS: dict[str, Any] = {"feedback": False, "kept": 0.95}
+PLAIN: dict[str, Any] = {"merge": "direct", "outer_rate": 1.0, "outer_momentum": 0.0}
+
+
+def sparse() -> list[Setting]:
+    """The largest values only, beside int4 and int2, every 24 steps: what is not sent stays with the learner, or with
+    its node (also as published, with the plain mean). Sparse both ways every three steps: fewer bytes a step than int4
+    every 24."""
+    both = {"up": "top@0.03", "down": "top@0.12"}
+    ways: list[dict[str, Any]] = [
+        {},
+        {"up": "int2"},
+        {"up": "top@0.03"},
+        {"up": "top@0.01"},
+        {"up": "top@0.03", **NODE_KEEPS},
+        {"up": "top@0.03", **NODE_KEEPS, **PLAIN},
+        {**EVERY_THREE, **both, **NODE_KEEPS},
+        {**EVERY_THREE, **both},
+        {"up": "top@0.01", **NODE_KEEPS},
+        {"up": "top@0.1", **NODE_KEEPS},
+        {"up": "top@0.1"},
+    ]
+    return [as_shipped(**LINE | {"agreement": True, "learners": 4} | way, seed=seed) for seed in SEEDS for way in ways]
+
+
 SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "defaults": defaults,
     "few-bytes": few_bytes,
     "scripts": scripts,
     "shorter": shorter,
     "corrections": corrections,
+    "sparse": sparse,
 }

@@ -83,10 +83,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     adopt: Literal["carry", "overwrite"] = "carry"
 
     up: str = "int4"
-    """A codec of ``tensors/``, as "int4" or "int4@1.0" (its step), or "fp32"."""
+    """A codec of ``codec/``, as "int4" or "int4@1.0" (its step), "fp32", or "top@0.03" (its share; ``sparse``)."""
     down: str = "int4"
     feedback: bool = True
     """What leaves the learner's delta is what was sent (the shipped rule); without it, what was meant."""
+
+    kept: float = 0.0
+    """Share of what the uplink's codec took off that a learner's node adds to its next contribution, while the learner
+    goes on without it (SparseLoCo: 0.95); needs ``feedback`` = False. With ``feedback`` it stays with the learner."""
 
     owed: float = 0.0
     """Share of what the downlink's rounding took off that an owner adds to its shard's next merge, if it makes it."""
@@ -120,6 +124,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("fine-tuning is by AdamW")
         if self.sends_momentum and (self.inner != "muon" or self.base or self.outer_momentum or self.outer_rate != 1.0):
             raise ValueError("Muon's momentum is sent where a merge is the plain mean")
+        if self.kept and self.feedback:
+            raise ValueError("what is not sent stays with the learner (feedback) or with its node (kept)")
         if self.method == "gossip" and (self.feedback or not self.is_in_step):
             raise ValueError("gossip is without codecs (feedback = False) and among learners in step")
         if self.speeds and len(self.speeds) != self.learners:

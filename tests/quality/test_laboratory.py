@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.quality import data, runner
+from benchmarks.quality import data, runner, sparse
 from benchmarks.quality.data import Stream
 from benchmarks.quality.exchange import Exchange, pack
 from benchmarks.quality.laboratory import Laboratory, Result
@@ -408,3 +410,41 @@ def test_byte_pairs_stand_for_the_same_text(monkeypatch: pytest.MonkeyPatch) -> 
     assert int(found.train.max()) < 300
     assert 2 * found.train.numel() < raw.numel(), "one token for several bytes"
     assert data.text_of("english", data.BYTES) is made
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.03, 1.0])
+def test_a_sparse_contribution_has_the_bytes_that_its_values_are_read_from(share: float) -> None:
+    """Read as the module says, they give the values: the largest ones, each with its sign and one of two levels."""
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(1)) ** 3
+    chunks, values = sparse.encode(share, x)
+    for body, given, found in zip(chunks, x.split(4096), values.split(4096), strict=True):
+        count = sparse.kept_of(share, given.numel())
+        levels = torch.frombuffer(bytearray(body[:4]), dtype=torch.bfloat16).float()
+        bits = iter(np.unpackbits(np.frombuffer(body[5:], np.uint8)).tolist())
+        places, at = [], -1
+        for _ in range(count):
+            ones = next(i for i in itertools.count() if not next(bits))
+            at += 1 + (ones << body[4]) + sum(next(bits) << place for place in reversed(range(body[4])))
+            places.append(at)
+        signs = [1 - 2 * next(bits) for _ in places]
+        read = torch.zeros_like(given)
+        read[places] = torch.tensor([sign * levels[next(bits)] for sign in signs])
+        assert len(list(bits)) < 8
+        assert torch.equal(read, found)
+        assert set(places) == set(given.abs().topk(count).indices.tolist())
+        assert torch.equal(found[places].sign(), given[places].sign())
+    if share == 0.03:
+        assert sum(map(len, chunks)) < 0.036 * 5000, "6.5 bits for a place, 2 for a value, and 5 bytes for a chunk"
+
+
+def test_what_a_sparse_codec_leaves_out_stays_with_the_node_and_comes_later() -> None:
+    tensor = TensorSpec(name="w", shape=(8,), merge="direct", fragment=FragmentId(0))
+    layout = make_layout((tensor,), 1, 1 << 20, "direct")
+    setting = Setting(learners=2, up="top@0.125", kept=0.5, feedback=False)
+    exchange = Exchange(setting, layout, torch.zeros(8))
+    still, moved = torch.zeros(8), torch.tensor([-8.0, 4.0, 0, 0, 0, 0, 0, 0])
+    sent = [exchange.contribute(ShardId(0), snapshot, 1).values for snapshot in (moved, still, still)]
+    assert [one.tolist()[:2] for one in sent] == [[8.0, 0.0], [0.0, -2.0], [0.0, 0.0]]
+    assert not exchange.contribute(ShardId(0), still, 0).values.any(), "of another learner"
+    with pytest.raises(ValueError, match="with its node"):
+        Setting(kept=0.5)
