@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import shlex
 import shutil
@@ -61,6 +62,17 @@ def file(text: str) -> Path:
     return path
 
 
+def folder(text: str) -> Path:
+    """The absolute path of a folder to write in, which may be missing, as far as that can be known before."""
+    path = Path(text).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{str(there)!r} is not a folder: name another one")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{str(there)!r} cannot be written: name another folder, or change its owner")
+    return path
+
+
 def page_place(text: str) -> str:
     """An address to serve a page at: a port, perhaps after a host; ``auto``, ``off``."""
     host, _, port = text.rpartition(":")
@@ -78,16 +90,18 @@ def served_place(text: str) -> str:
 
 def notified(text: str) -> str:
     """The receiver of alerts: an address, or a command that exists. A missing one would only show when it is needed."""
-    if text.startswith(("http://", "https://")):
-        return text
+    return text if text.startswith(("http://", "https://")) else command(text, ", or give an address (https://...)")
+
+
+def command(text: str, instead: str = "") -> str:
+    """A command that exists, with its arguments; no shell. ``instead``: what else may be given."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a command ({error}): close its quotation marks") from None
     if words and shutil.which(words[0]) is None:
         raise argparse.ArgumentTypeError(
-            f"there is no command {words[0]!r}: give its path, make it executable (chmod +x), or give an address "
-            "(https://...)"
+            f"there is no command {words[0]!r}: give its path, or make it executable (chmod +x){instead}"
         )
     return text
 

@@ -17,6 +17,8 @@ from p2pdiloco.cli.argument_types import (
     between,
     bytes_per_second,
     cloud,
+    command,
+    folder,
     lifetime,
     notified,
     page_place,
@@ -316,6 +318,7 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     _add_network(_group(sub, "network"))
     _add_storage(_group(sub, "storage"))
     _add_machine(_group(sub, "machine"))
+    _add_publishing(_group(sub, "publishing"))
     _add_reporting(_group(sub, "reporting"))
     sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
 
@@ -412,28 +415,64 @@ def _add_reporting(sub: argparse._ActionsContainer) -> None:
     )
 
 
-# -- export, generate, evaluate ----------------------------------------------------------------------------------------
+def _add_publishing(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--publish",
+        type=folder,
+        metavar="DIR",
+        help="folder in which to publish the run's model while it trains: each version as export writes it, --model "
+        "and --tokenizer included, and DIR/latest as a link to the newest. Any peer can; --follow leaves the processor "
+        "to it (default: none)",
+    )
+    sub.add_argument(
+        "--publish-s",
+        type=between(1, 1e6, "seconds"),
+        metavar="T",
+        help="minimum seconds between publications, each with a checkpoint beyond --write-gb (default: 60)",
+    )
+    sub.add_argument(
+        "--publish-keep",
+        type=at_least(1),
+        metavar="N",
+        help="number of publications to keep, the newest included (default: 2)",
+    )
+    sub.add_argument(
+        "--on-publish",
+        type=command,
+        metavar="COMMAND",
+        help="command to run after each publication, with its folder as last argument, such as one that makes a server "
+        "load it; ten minutes at most (default: none)",
+    )
+    _add_format(sub)
 
 
-def export(sub: argparse.ArgumentParser) -> None:
-    _add_source(sub)
+def _add_format(sub: argparse._ActionsContainer) -> None:
+    """Add what ``export`` and ``--publish`` write."""
     sub.add_argument(
         "--format",
         choices=["hf", "safetensors", "peft", "gguf"],
         help="hf for transformers, gguf for llama.cpp, peft for adapters (LoRA), or safetensors for plain tensors "
         "(default: safetensors for runs of training scripts, peft for other runs with adapters, else hf)",
     )
-    sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: the run's name)")
-    _add_training_files(
-        sub,
-        "folder with a tokenizer.json to copy into the export (default: none)",
-        "folder with the safetensors files that the run began with, to complete what it trained (default: none)",
-    )
     sub.add_argument(
         "--like",
         metavar="DIR",
         help="for a run of training scripts: folder with the config.json of the same model, or with the "
         "adapter_config.json of its adapters (default: none)",
+    )
+
+
+# -- export, generate, evaluate ----------------------------------------------------------------------------------------
+
+
+def export(sub: argparse.ArgumentParser) -> None:
+    _add_source(sub)
+    _add_format(sub)
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: the run's name)")
+    _add_training_files(
+        sub,
+        "folder with a tokenizer.json to copy into the export (default: none)",
+        "folder with the safetensors files that the run began with, to complete what it trained (default: none)",
     )
     sub.add_argument(
         "--license", default="", metavar="ID", help="the model's license, for its card, such as mit (default: unknown)"

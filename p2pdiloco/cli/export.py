@@ -14,9 +14,8 @@ import msgspec
 
 from p2pdiloco.cli import peer_options
 from p2pdiloco.node.results import find_result
-from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
+from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, default_format
 from p2pdiloco.training.gguf_export import GGUF
-from p2pdiloco.training.model_card import Facts, model_card
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -28,37 +27,18 @@ async def run(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> None:
     result = find_result(arguments.source, arguments.state, arguments.run)
     config = result.checkpoint.manifest.config
-    wanted: Format = arguments.format or ("peft" if config.model.lora is not None else "hf")
-    if config.model.kind == "external" and not arguments.format:
-        wanted = "safetensors"
-    buffers = result.buffers()
-    about = result.about(wanted)
+    wanted: Format = arguments.format or default_format(config.model)
     folder: Path = arguments.out or Path(config.name)
-    files = export(
-        result.checkpoint.manifest,
-        result.checkpoint.theta,
+    files = result.write(
         folder,
-        about,
+        wanted,
         base=arguments.model,
         tokenizer=arguments.tokenizer,
         like=arguments.like,
-        buffers=buffers,
-        card=model_card(
-            result.checkpoint.manifest,
-            Facts(
-                step=about.step,
-                last_step=result.last_step,
-                tokens=about.tokens,
-                format=wanted,
-                base=arguments.model or arguments.like or "",
-                held_out_loss=result.held_out_loss(),
-                peers=result.peers,
-                license=arguments.license,
-            ),
-        ),
+        license=arguments.license,
     )
     peer_options.say(
-        f"{folder}: run {config.name} at step {about.step}, {about.tokens:,} tokens merged ({', '.join(files)})"
+        f"{folder}: run {config.name} at step {result.step}, {result.tokens:,} tokens merged ({', '.join(files)})"
     )
     if wanted == "hf":
         peer_options.say(
@@ -76,7 +56,7 @@ def _export(arguments: argparse.Namespace) -> None:
     written = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
     if written.buffers:
         peer_options.say(f"  its buffers (such as {written.buffers[0]}) are those of this machine's script")
-    elif buffers and wanted == "peft":
+    elif wanted == "peft" and (buffers := result.buffers()):
         peer_options.say(f"  an adapter has no buffers (such as {next(iter(buffers))}): they stay those of its base")
     if wanted in ("hf", "gguf"):
         if base := written.base:

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2pdiloco.access.invite_code import PREFIX, Invite, InviteError, decode_invite
-from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
+from p2pdiloco.peer.options import (
+    LearnerOptions,
+    LinkOptions,
+    MachineOptions,
+    PeerOptions,
+    PublishOptions,
+    WatchOptions,
+)
 from p2pdiloco.swarm.run_lookup import DirectoryOptions, check_directory_addresses
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import KEY_FILE, Identity
@@ -70,7 +77,30 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             page=getattr(arguments, "page", "off"),
             notify=getattr(arguments, "notify", ""),
         ),
+        publish=_publish_options(arguments),
     )
+
+
+def _publish_options(arguments: argparse.Namespace) -> PublishOptions | None:
+    """Return what ``--publish`` and the options beside it say; None: nothing is published.
+
+    Raises:
+        ValueError: one of them is given without ``--publish``.
+    """
+    folder = getattr(arguments, "publish", None)
+    if folder is not None:
+        return PublishOptions(
+            folder=folder,
+            every_s=60.0 if arguments.publish_s is None else arguments.publish_s,
+            keep=2 if arguments.publish_keep is None else arguments.publish_keep,
+            format=arguments.format,
+            like=arguments.like,
+            command=arguments.on_publish or "",
+        )
+    for option in ("publish_s", "publish_keep", "on_publish", "format", "like"):
+        if getattr(arguments, option, None) is not None:
+            raise ValueError(f"--{option.replace('_', '-')} is for --publish DIR: add that, or leave it out")
+    return None
 
 
 def open_identity(arguments: argparse.Namespace, state: Path | None = None) -> Identity:

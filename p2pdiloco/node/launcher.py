@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.dashboard import serve_page
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
+from p2pdiloco.node.publication import hold as hold_publications
 from p2pdiloco.node.results import finished_message
 from p2pdiloco.node.run_creation import found, found_from_script, with_own_places
 from p2pdiloco.node.run_folder import CHECKPOINT, RunStore, describe_state, has_finished, hold
@@ -56,6 +58,7 @@ from p2pdiloco.swarm.run_lookup import (
     pick_runs,
 )
 from p2pdiloco.training.data_sources import tell_sources
+from p2pdiloco.training.export import check_export, default_format
 from p2pdiloco.training.learner_options import device_of
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
@@ -94,6 +97,7 @@ async def start(
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
     options = with_own_places(options, config)
+    _check_publishing(config, options)
     earlier = await asyncio.to_thread(RunStore(options.folder).founded_from, config)
     if earlier is not None:
         with hold(options.folder, earlier):
@@ -342,7 +346,8 @@ def _without_needless_peers(
 
 
 def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:
-    """Check that this machine can hold the model, and tell the user on which data its learner trains."""
+    """Check that this machine can hold the model and publish it, and tell the user on which data its learner trains."""
+    _check_publishing(manifest.config, options)
     needed = Layout.of(manifest).elements * NODE_BYTES
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     allowed = options.machine.most_memory_bytes
@@ -360,6 +365,17 @@ def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Calla
         own = options.learner
         for line in tell_sources(manifest.config, own.data, own.tokenizer, own.model):
             say(line)
+
+
+def _check_publishing(config: RunConfig, options: PeerOptions) -> None:
+    """Check that the run's model can be published as the user wants it.
+
+    Raises:
+        ExportError: it cannot.
+    """
+    wanted, own = options.publish, options.learner
+    if wanted is not None:
+        check_export(config, wanted.format or default_format(config.model), own.model, own.tokenizer, wanted.like)
 
 
 def _require_script(manifest: Manifest, options: PeerOptions) -> None:
@@ -416,12 +432,14 @@ async def take_part(
     ran = partial(_run_node, manifest, identity=identity, directory=directory, mine=mine, say=say, tell=tell)
     if manifest.config.model.kind == "external" and not options.learner.script:
         options = first  # only a script can train on
-    ending, goes_on = await ran(first, initial)
-    while goes_on:
-        end = end_of(manifest.config, await asyncio.to_thread(MemberFiles(options.folder).prolonged_to, manifest))
-        say(f"run {manifest.config.name} is prolonged to {describe_end(end)}: going on")
-        initial = await asyncio.to_thread(RunStore(options.folder.parent).load_state, manifest)
-        ending, goes_on = await ran(options, initial)
+    publish = options.publish
+    with hold_publications(publish.folder, manifest.run) if publish else nullcontext():
+        ending, goes_on = await ran(first, initial)
+        while goes_on:
+            end = end_of(manifest.config, await asyncio.to_thread(MemberFiles(options.folder).prolonged_to, manifest))
+            say(f"run {manifest.config.name} is prolonged to {describe_end(end)}: going on")
+            initial = await asyncio.to_thread(RunStore(options.folder.parent).load_state, manifest)
+            ending, goes_on = await ran(options, initial)
     return ending
 
 

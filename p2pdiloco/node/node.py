@@ -23,6 +23,8 @@ from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.eta import EtaEstimator
 from p2pdiloco.node.local_host import LocalHost
+from p2pdiloco.node.publication import Order
+from p2pdiloco.node.publisher import Publisher
 from p2pdiloco.node.resource_guard import ResourceGuard
 from p2pdiloco.node.results import farewell
 from p2pdiloco.node.status_report import StatusReporter
@@ -44,6 +46,7 @@ from p2pdiloco.swarm.peer_manager import PeerManager
 from p2pdiloco.swarm.reachability import Reachability
 from p2pdiloco.swarm.run_announcer import RunAnnouncer
 from p2pdiloco.swarm.run_lookup import ask_status
+from p2pdiloco.training.export import default_format
 from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import ConnectionLimits, Transport, TransportLimits
@@ -90,6 +93,8 @@ class Node:
     """State with which the peer starts, until ``begin`` hands it over."""
     _leaves: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the peer must leave, so that it does not serve the model after the end."""
+    publisher: Publisher | None = None
+    """Publishes the model while the run trains, if the user wants it."""
     goes_on: bool = False
     """True if the run was prolonged after this peer had come to its end, so that it should take part again."""
 
@@ -228,6 +233,7 @@ class Node:
             events.subscribe(MembershipLost, lambda event: peer.end_in_order(Ending(2, event.reason)))
             events.subscribe(Prolonged, node._on_prolonged)
             node._on_prolonged(Prolonged(membership_sync.members.prolonged_to))
+            node.publisher = node._publisher()
             events.subscribe(IdentityTaken, node._on_identity_taken)
 
             # All parts exist: from here on, others can connect.
@@ -267,6 +273,8 @@ class Node:
         self.host.keep(self.telemetry.keep, name="telemetry")
         if self.options.is_fetching:
             self.host.keep(self._leave_when_fetched, name="fetch")
+        if self.publisher is not None:
+            self.host.keep(self.publisher.keep, name="publisher")
         self.host.keep(self._leave_when_abandoned, name="end of the run")
         ending = await self.peer.live()
         self._write_report(ending)
@@ -327,9 +335,19 @@ class Node:
         ended(ending)
         if is_in_order and self.has_finished:
             self._look_whether_to_go_on()
+            await self._publish_last()
             await self._stay(say)
             ending = await self.peer.stayed(ending)
         return ending
+
+    async def _publish_last(self) -> None:
+        """Publish the run's last version, unless the user wants the peer to leave."""
+        if self.publisher is None or self._leaves.is_set():
+            return
+        waiting = {asyncio.ensure_future(self.publisher.publish()), asyncio.ensure_future(self._leaves.wait())}
+        _, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
 
     async def _stay(self, say: Callable[[str], None]) -> None:
         """Serve the model after the end of the run. The state machine, connections and records stay active."""
@@ -368,6 +386,31 @@ class Node:
                     "3600), and repeat this command then",
                 )
             )
+
+    def _publisher(self) -> Publisher | None:
+        """Return the publisher of this peer; None if the user wants none."""
+        wanted, learner, manifest = self.options.publish, self.options.learner, self.peer.manifest
+        if wanted is None:
+            return None
+        view = self.peer.machine.view
+        return Publisher(
+            Order(
+                state=str(self.options.folder),
+                run=manifest.run,
+                folder=str(wanted.folder),
+                format=wanted.format or default_format(manifest.config.model),
+                base=learner.model,
+                tokenizer=learner.tokenizer,
+                like=wanted.like,
+                keep=wanted.keep,
+            ),
+            every_s=wanted.every_s,
+            command=wanted.command,
+            log_path=self.options.folder / "publisher.log",
+            mark=lambda: view.heads_mark if view.is_current else None,
+            save=partial(self.peer.checkpoint_writer.save, is_last=False),
+            troubles=self.host.troubles,
+        )
 
     # -- status --------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_defaults import budget
 from p2pdiloco.swarm.run_index import peers_below
-from p2pdiloco.training.export import About, Format
+from p2pdiloco.training.export import About, Format, export
+from p2pdiloco.training.model_card import Facts, model_card
 from p2pdiloco.training.parameters import BUFFERS, read_buffers
 from p2pdiloco.util.files import read_regular
 from p2pdiloco.util.status_pipe import Farewell
@@ -66,16 +67,49 @@ class Result(NamedTuple):
                     return report["held_out_loss"], int(report["held_out_step"])
         return None
 
-    def about(self, wanted: Format) -> About:
-        """Return the description for an export in the format ``wanted``."""
+    def write(
+        self,
+        folder: Path,
+        wanted: Format,
+        *,
+        base: str | None = None,
+        tokenizer: str | None = None,
+        like: str | None = None,
+        license: str = "",
+    ) -> list[str]:
+        """Export the model with its card into ``folder``; return the names of the written files.
+
+        Args and errors as of ``training.export.export``; ``license`` is for the card.
+        """
         manifest = self.checkpoint.manifest
-        return About(
+        about = About(
             run=manifest.run,
             name=manifest.config.name,
             step=self.step,
             tokens=self.tokens,
             format=wanted,
             model=manifest.config.model,
+        )
+        facts = Facts(
+            step=self.step,
+            last_step=self.last_step,
+            tokens=self.tokens,
+            format=wanted,
+            base=base or like or "",
+            held_out_loss=self.held_out_loss(),
+            peers=self.peers,
+            license=license,
+        )
+        return export(
+            manifest,
+            self.checkpoint.theta,
+            folder,
+            about,
+            base=base,
+            tokenizer=tokenizer,
+            like=like,
+            buffers=self.buffers(),
+            card=model_card(manifest, facts),
         )
 
 

@@ -78,6 +78,23 @@ class WatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Command or address that is told of alerts (``node/notifier.py``)."""
 
 
+class PublishOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Publications of the model while the run trains (``node/publisher.py``). Base weights and tokenizer are those of
+    ``LearnerOptions``."""
+
+    folder: Path
+    every_s: Annotated[float, Meta(ge=1.0)] = 60.0
+    """At least between two."""
+    keep: Annotated[int, Meta(ge=1)] = 2
+    """Publications that stay, the newest included."""
+    format: Literal["hf", "safetensors", "peft", "gguf"] | None = None
+    """As of ``p2pdiloco export``; None: its default for the run."""
+    like: str | None = None
+    """For a run of training scripts, folder with the configuration of its model or adapters."""
+    command: str = ""
+    """Run after each publication; empty: none."""
+
+
 class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A peer's own settings. Times in seconds."""
 
@@ -107,6 +124,7 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """It goes as soon as it holds what its peers hold."""
     machine: MachineOptions = MachineOptions()
     watch: WatchOptions = WatchOptions()
+    publish: PublishOptions | None = None
 
 
 # -- Configuration of the state machine --------------------------------------------------------------------------------

@@ -149,9 +149,7 @@ def export(
     folder = folder.resolve()  # if it is a link, write beside its target, so that a rename stays on one file system
     config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.urandom(4).hex()}.part")
     _check_replaceable(folder)
-    _check_used(config, about.format, base, like)
-    if tokenizer is not None:
-        _check_used_tokenizer(manifest.config, tokenizer)
+    check_export(manifest.config, about.format, base, tokenizer, like)
     about = _with_tokens(about, manifest.config)
     half.mkdir(parents=True)
     try:
@@ -183,6 +181,26 @@ def export(
     finally:
         shutil.rmtree(half, ignore_errors=True)
     return sorted((*about.files, ABOUT))
+
+
+def default_format(config: ModelConfig) -> Format:
+    """Return the format that an export of this model has unless the user names one."""
+    if config.kind == "external":
+        return "safetensors"
+    return "hf" if config.lora is None else "peft"
+
+
+def check_export(config: RunConfig, wanted: Format, base: str | None, tokenizer: str | None, like: str | None) -> None:
+    """Check that the run has this format and uses these folders, as far as its configuration tells.
+
+    Raises:
+        ExportError: it does not.
+    """
+    _check_used(config.model, wanted, base, like)
+    if config.model.kind != "external":
+        _writer(config.model, wanted)
+    if tokenizer is not None:
+        _check_used_tokenizer(config, tokenizer)
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from p2pdiloco.cli.arguments import COMMANDS, Command, add_common_arguments
 from p2pdiloco.cli.main import main
 from p2pdiloco.cli.parser import Parser
 
-SHARED = ["network", "storage", "machine", "reporting"]
+SHARED = ["network", "storage", "machine", "publishing", "reporting"]
 FIRST = {
     "start": ["--name", "--access", "--bootstrap", "--data", "--device", "--state"],
     "join": ["--run", "--follow", "--data", "--device", "--state"],
