@@ -136,8 +136,11 @@ def test_after_going_back_the_newest_is_the_state_of_now(order: Order, steps: li
         publish(order)
     assert check_whole(folder) == 50
     assert [int(name.split("-")[1]) for name in publications(folder)] == [50, 200]
+    steps.append(60)
+    publish(order)
+    assert [int(name.split("-")[1]) for name in publications(folder)] == [50, 60]
     publish(msgspec.structs.replace(order, keep=1))
-    assert [int(name.split("-")[1]) for name in publications(folder)] == [50]
+    assert [int(name.split("-")[1]) for name in publications(folder)] == [60]
 
 
 def publish_all(order: Order, result: Result, first: int) -> None:
