@@ -40,18 +40,15 @@ ENOUGH_ROUNDS: Final = 40
 """Rounds of a fragment in a run. With fewer, the founder is warned, and the bias of the outer momentum is corrected."""
 WANTED_ROUNDS: Final = {"muon": 160, "adamw": 80}
 """Rounds of a fragment for which H is shortened, by inner optimizer. What learners lose by training apart falls with
-the steps of the run much faster than with the size of the model, so the shorter a run is, the more often it needs to
-exchange. With AdamW less is gained by it: after 1,920 steps, every 24 steps is as good as every 3."""
+the steps of the run, so a short one needs to exchange often. With AdamW less is gained by it."""
 SEVERAL: Final = 8
 """Learners that share a budget of tokens, for an estimate of the run's steps."""
 LONGEST_ROUND: Final = ScheduleConfig().sync_every
 """The usual H in steps, with RDA."""
 SHORTEST_ROUND: Final = 3
-"""The least H in steps. With rounds this frequent, the plain mean of the learners ends at a lower loss than with the
-mean every six steps. Every two steps gain little more."""
+"""The least H in steps. The mean every two steps gains little more."""
 PLAIN_ROUND: Final = 8
-"""Largest H in steps for which Muon's learners take the plain mean. Above, up to ``LONGEST_ROUND``, it needs an outer
-momentum."""
+"""Largest H in steps for which Muon's learners take the plain mean. Above, it needs an outer momentum."""
 FREE_PARAMETERS: Final = 1_400_000
 """Parameters per step of H for which traffic does not matter: with int4, a peer sends, and receives, about 1.2 MB per
 step."""
@@ -100,9 +97,8 @@ def in_rounds(
     less one, and a multiple of P.
 
     If H is below ``LONGEST_ROUND`` and nothing of the outer optimizer is written, the mean is filled in: with rate 1
-    and no momentum, or with Muon above ``PLAIN_ROUND`` with rate 0.7 and momentum 0.6. With AdamW these lose more than
-    RDA (6.9 % every 6 steps, 13 % with momentum every 12, RDA 6.0 %, after 1,920 steps), so an H from 12 on becomes
-    ``LONGEST_ROUND``.
+    and no momentum, or with Muon above ``PLAIN_ROUND`` with rate 0.7 and momentum 0.6. With AdamW RDA loses less than
+    rare means, so an H from 12 on becomes ``LONGEST_ROUND``.
 
     Args:
         said: keys that the founder wrote in the schedule.
@@ -181,9 +177,7 @@ def log_length(sync_every: int, shards: int) -> int:
 def completed(config: RunConfig, shards: int) -> RunConfig:
     """Return ``config`` with every default filled in, as it goes into the manifest."""
     schedule, inner = config.schedule, config.inner
-    if inner.optimizer is UNSET:
-        inner = msgspec.structs.replace(inner, optimizer=inner_optimizer(config.model))
-    inner = msgspec.structs.replace(inner, decay_share=decay_share(inner))
+    inner = msgspec.structs.replace(inner, optimizer=_optimizer(config), decay_share=decay_share(inner))
     if inner.tokens is not UNSET:
         inner = msgspec.structs.replace(inner, steps=_most_steps(inner.tokens, config))
     if schedule.log_length is UNSET:
@@ -254,9 +248,8 @@ def expected_gap(config: RunConfig, parameters: float, learners: int) -> float |
         return None
     if config.outer.merge == "rda":
         return 13.2 * (learners / 8) ** 0.96 * steps**-0.86 if sync_every == LONGEST_ROUND else None
-    size = (min(parameters, LARGEST_MEASURED) / 1e5) ** -0.13
-    gap: float = 7.7 * (learners / 8) ** 1.11 * steps**-0.71 * ((sync_every + 2) / 8) ** 0.47 * size
-    return gap
+    size = min(parameters, LARGEST_MEASURED) / 1e5
+    return float(7.7 * (learners / 8) ** 1.11 * steps**-0.71 * ((sync_every + 2) / 8) ** 0.47 * size**-0.13)
 
 
 def describe_rounds(config: RunConfig, parameters: float) -> str:
@@ -267,12 +260,12 @@ def describe_rounds(config: RunConfig, parameters: float) -> str:
         return said
     said += f"; {SEVERAL} learners end roughly {gap:.2g} % above one machine that trains on the same tokens"
     half = max(SHORTEST_ROUND, config.schedule.sync_every // 2)
-    closer = msgspec.structs.replace(config.schedule, sync_every=half)
-    outer = msgspec.structs.replace(config.outer, merge="direct")
-    least = expected_gap(msgspec.structs.replace(config, schedule=closer, outer=outer), parameters, SEVERAL)
-    if least is None or half == config.schedule.sync_every:
+    if half == config.schedule.sync_every:
         return said
-    return f"{said}. With schedule.sync_every = {half}: {least:.2g} %, for up to twice the traffic"
+    schedule = msgspec.structs.replace(config.schedule, sync_every=half)
+    outer = msgspec.structs.replace(config.outer, merge="direct")
+    less = expected_gap(msgspec.structs.replace(config, schedule=schedule, outer=outer), parameters, SEVERAL)
+    return f"{said}. With schedule.sync_every = {half}: {less:.2g} %, for up to twice the traffic"
 
 
 def momentum_type(outer: OuterConfig) -> MomentumType:
