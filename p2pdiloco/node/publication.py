@@ -67,6 +67,8 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     """Global step."""
     is_new: bool = False
     """False: the version was published before."""
+    lacks_tokenizer: bool = False
+    """True: it is for a program that needs one."""
     error: str = ""
 
 
@@ -78,7 +80,7 @@ def publish(order: Order) -> Published:
         OSError: the disk is full or not writable. ``latest`` is as before.
     """
     folder = Path(order.folder)
-    sweep(folder)
+    _remove_old(folder, order.keep)  # so that who is always killed before the end does not fill the disk
     result = find_result(order.state, Path(order.state), order.run)
     name = _name(result, order.format)
     is_new = not (folder / name).is_dir()
@@ -90,7 +92,9 @@ def publish(order: Order) -> Published:
         os.replace(link, folder / LATEST)
         LOCAL.sync_folder(folder)
     _remove_old(folder, order.keep)
-    return Published(name=name, step=result.step, is_new=is_new)
+    about = msgspec.json.decode(LOCAL.read(folder / name / ABOUT), type=About)
+    lacks_tokenizer = order.format in ("hf", "gguf") and not about.has_tokenizer
+    return Published(name=name, step=result.step, is_new=is_new, lacks_tokenizer=lacks_tokenizer)
 
 
 def latest(folder: Path) -> str | None:

@@ -25,7 +25,7 @@ from p2pdiloco.node.publication import PROGRAM, Order, Published
 from p2pdiloco.observability.formatting import duration
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import open_regular
+from p2pdiloco.util.files import open_regular, rotate
 
 log = logs.get("publish")
 
@@ -37,6 +37,8 @@ COMMAND_S = 600.0
 LOOK_S = 1.0
 # Longest answer of the process that writes.
 ANSWER_BYTES = 1 << 20
+# Size of the process's log from which a new file begins.
+LOG_BYTES = 4 << 20
 # Keys in ``troubles``.
 FAILED, COMMAND_FAILED = "publication", "command after a publication"
 
@@ -107,6 +109,8 @@ class Publisher:
                 self._tell(FAILED, f"the model is not published in {self._order.folder}: {found.error}", found.error)
                 if found.error:
                     return
+                if found.lacks_tokenizer and not self._published.name:
+                    log.warning("the published model has no tokenizer: name the folder with the run's (--tokenizer)")
                 self._published_mark, self._published = mark, found
                 if found.is_new:
                     log.info("published", folder=found.name, step=found.step, seconds=round(now() - began, 2))
@@ -155,7 +159,10 @@ class Publisher:
         Raises:
             OSError: it cannot be started.
         """
-        output = open_regular(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with suppress(FileNotFoundError):
+            if self._log_path.stat().st_size > LOG_BYTES:
+                rotate(self._log_path, keep=1, most_bytes=LOG_BYTES)
+        output = open_regular(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", PROGRAM),

@@ -49,7 +49,7 @@ def _without_card(files: dict[str, object]) -> dict[str, object]:
 
 @pytest.mark.timeout(300)
 def test_a_follower_publishes_what_export_writes_until_the_end(tmp_path: Path) -> None:
-    config = write_config(tmp_path, inner_steps=80)
+    config = write_config(tmp_path, inner_steps=24)
     folder, told = tmp_path / "published", tmp_path / "told"
     script = tmp_path / "reload.py"
     script.write_text(f"import sys; print(sys.argv[1], file=open({str(told)!r}, 'a'))")
@@ -72,7 +72,7 @@ def test_a_follower_publishes_what_export_writes_until_the_end(tmp_path: Path) -
     assert len(names) >= 3, log_lines(carol)
     assert published_from(carol.run_folder(), folder) == len(names)
     assert latest(folder) == names[-1]
-    assert int(names[-1].split("-")[1]) == 80
+    assert int(names[-1].split("-")[1]) == 24
     assert report_of(carol)["digests"] == report_of(ann)["digests"]
     assert main(["export", str(ann.run_folder()), "--out", str(tmp_path / "of-ann")]) == 0
     assert _without_card(contents(tmp_path / "of-ann")) == _without_card(contents(folder / LATEST))

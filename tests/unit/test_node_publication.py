@@ -33,7 +33,7 @@ from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.export import ABOUT, About, load_model
 from p2pdiloco.util.files import LOCAL
 
-KILLS = 25
+KILLS = 12
 
 
 @pytest.fixture
