@@ -10,6 +10,7 @@ MODEL: a folder, or a name on the Hugging Face hub (OWNER/NAME or hf://OWNER/NAM
 import os
 import sys
 
+import torch
 import transformers
 
 from p2pdiloco.integrations.datasets import load_texts
@@ -21,7 +22,8 @@ if len(sys.argv) < 3:
 base, texts, *invite = sys.argv[1:]
 base, steps = base.removeprefix("hf://"), int(os.environ.get("STEPS", "10000"))
 tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-model = transformers.AutoModelForCausalLM.from_pretrained(base)
+# In float32 whatever the file has: small updates are lost in 16 bits. A GPU computes in bfloat16 all the same.
+model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 end, found = tokenizer.eos_token or "", load_texts(texts, tokenizer=tokenizer)
 tokens = [token for text in found for token in tokenizer(text + end)["input_ids"]]
 windows = [tokens[start : start + CONTEXT] for start in range(0, len(tokens) - CONTEXT, CONTEXT)]
@@ -30,7 +32,9 @@ if not windows:
 
 trainer = transformers.Trainer(
     model,
-    transformers.TrainingArguments("out", max_steps=steps, learning_rate=1e-4, logging_steps=10),
+    transformers.TrainingArguments(
+        "out", max_steps=steps, learning_rate=1e-4, logging_steps=10, bf16=torch.cuda.is_available()
+    ),
     train_dataset=[{"input_ids": window, "labels": window} for window in windows],
     callbacks=[DiLoCoCallback(run="pretrain", initial_peers=invite, wait_for_peers=2)],
 )
