@@ -330,7 +330,7 @@ def test_a_script_has_the_defaults_of_configuration_files(
     model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(12))) if size < 1000 else nn.Module()
     if size >= 1000:
         for index in range(12):
-            model.register_parameter(f"p{index}", nn.Parameter(torch.empty(1 << 20)))
+            model.register_parameter(f"p{index}", nn.Parameter(torch.empty(2 << 20)))
     options = {"run": "story", "tokens_per_step": 8, "state": tmp_path, "initial_peers": "/ip4/192.0.2.1/tcp/1"}
     config = p2pdiloco.DiLoCo(model, sgd(model), **options, **given)._config
     assert config is not None
@@ -357,7 +357,7 @@ def test_adapters_have_the_defaults_of_small_models(tmp_path: Path) -> None:
         assert config is not None
         return config.schedule.sync_every
 
-    assert (sync_every(84 << 20), sync_every((84 << 20) - 1)) == (3, 24)
+    assert (sync_every(84 << 20), sync_every((84 << 20) - 1)) == (3, 9)
     assert sync_every(84 << 20, is_packed=True) == 3
 
 
