@@ -22,7 +22,7 @@ if len(sys.argv) < 3:
 base, texts, *invite = sys.argv[1:]
 base, steps = base.removeprefix("hf://"), int(os.environ.get("STEPS", "10000"))
 tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-# In float32 whatever the file has: small updates are lost in 16 bits. A GPU computes in bfloat16 all the same.
+# In float32 whatever the file has: small updates are lost in 16 bits. A GPU that can computes in bfloat16 all the same.
 model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
 end, found = tokenizer.eos_token or "", load_texts(texts, tokenizer=tokenizer)
 tokens = [token for text in found for token in tokenizer(text + end)["input_ids"]]
@@ -33,7 +33,11 @@ if not windows:
 trainer = transformers.Trainer(
     model,
     transformers.TrainingArguments(
-        "out", max_steps=steps, learning_rate=1e-4, logging_steps=10, bf16=torch.cuda.is_available()
+        "out",
+        max_steps=steps,
+        learning_rate=1e-4,
+        logging_steps=10,
+        bf16=transformers.utils.is_torch_bf16_gpu_available(),
     ),
     train_dataset=[{"input_ids": window, "labels": window} for window in windows],
     callbacks=[DiLoCoCallback(run="pretrain", initial_peers=invite, wait_for_peers=2)],

@@ -79,7 +79,7 @@ class Exchange:
         self._owed = torch.zeros(setting.learners, *theta.shape)
         """What the downlink's rounding took off, by owner, where a setting has owners make up for it."""
         self._kept = torch.zeros(setting.learners if setting.kept else 0, *theta.shape)
-        """What the uplink's rounding took off, by learner, where its node keeps that for the next contribution."""
+        """Remainders of the uplink's codec, by learner, that its node keeps for the next contribution."""
         self._owners: dict[ShardId, int] = {}
         """Who made each shard's last step."""
         self._draws = random.Random(f"owners {setting.seed}")

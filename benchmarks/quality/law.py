@@ -38,8 +38,8 @@ TOKENS_PER_PARAMETER = 20
 SEEDS = (1, 2)
 LEARNERS = (8, 4, 2, 16)
 RULES: dict[str, dict[str, Any]] = {"mean every 6": ANY_LENGTH, "RDA every 24": LINE, "mean every 3": EVERY_THREE}
-LAWS = {"mean": ("mean every 6", "mean every 3"), "RDA": ("RDA every 24",)}
-"""The rules whose gaps one law describes."""
+LAWS = {"mean": "direct", "RDA": "rda"}
+"""The merge rule of each law."""
 ALL_RATES = (0.26, 0.46, 0.8, 1.4, 2.4, 4.2, 7.3)
 """Multiples of 0.1 / sqrt(width), which is near Muon's best rate for data parallel."""
 RATES = ALL_RATES[2:5]
@@ -248,10 +248,11 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
 
 def points(found: Cells, rows: Iterable[Claim]) -> list[Point]:
     """Return the gap of each row and seed that was measured."""
+    parameters = {size.width: size.parameters for size in (*SIZES, HELD_BACK)}
     return [
-        Point(size, claim.setting.steps, claim.setting.learners, claim.setting.sync_every, gap)
+        Point(parameters[cell.width], cell.steps, cell.learners, cell.sync_every, gap)
         for claim in rows
-        for size in (int(claim.name.split()[0].strip(",").replace(",", "")),)
+        for cell in (claim.setting,)
         for gap in measured(found, claim).get("to_parallel", ())
     ]
 
@@ -267,8 +268,8 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
     yield from table(path, rows, results)
     edges = [row.name for size in sizes(largest) for row in _rows(size) if is_at_edge(found, row.setting)]
     yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
-    for name, rules in LAWS.items():
-        of_rule = points(found, (row for row in rows if any(f", {rule}, " in row.name for rule in rules)))
+    for name, merge in LAWS.items():
+        of_rule = points(found, (row for row in rows if row.setting.merge == merge))
         fitted = [point for point in of_rule if point.parameters < HELD_BACK.parameters]
         law = fit(fitted)
         if law is None:

@@ -335,19 +335,24 @@ class Node:
         ended(ending)
         if is_in_order and self.has_finished:
             self._look_whether_to_go_on()
-            await self._publish_last()
+            await self._publish_last(say)
             await self._stay(say)
             ending = await self.peer.stayed(ending)
         return ending
 
-    async def _publish_last(self) -> None:
-        """Publish the run's last version, unless the user wants the peer to leave."""
+    async def _publish_last(self, say: Callable[[str], None]) -> None:
+        """Publish the run's last version, unless the user wants the peer to leave, and tell the user if that failed."""
         if self.publisher is None or self._leaves.is_set():
             return
-        waiting = {asyncio.ensure_future(self.publisher.publish()), asyncio.ensure_future(self._leaves.wait())}
-        _, left = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in left:
-            task.cancel()
+        publishing = asyncio.ensure_future(self.publisher.publish())
+        leaving = asyncio.ensure_future(self._leaves.wait())
+        await asyncio.wait({publishing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not publishing.done():
+            publishing.cancel()
+            say("left before the run's last version was published: p2pdiloco export writes it")
+        elif reason := publishing.result():
+            say(f"the run's last version is not published: {reason}. p2pdiloco export writes it")
 
     async def _stay(self, say: Callable[[str], None]) -> None:
         """Serve the model after the end of the run. The state machine, connections and records stay active."""

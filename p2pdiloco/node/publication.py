@@ -45,7 +45,8 @@ class PublicationError(UserError):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to publish, and where. ``base``, ``tokenizer`` and ``like`` are as of ``training.export.export``."""
+    """Order to publish a run's model in a folder. ``base``, ``tokenizer`` and ``like`` are as of
+    ``training.export.export``."""
 
     state: str
     """The run's folder, with the checkpoints."""

@@ -65,7 +65,7 @@ class Publisher:
             command: run with the publication's folder as its last argument; empty: none.
             log_path: file for what the process that writes prints.
             mark: returns the mark of the peer's state; None if it has none yet.
-            save: writes a checkpoint of that state, unless it has one.
+            save: writes a checkpoint of that state, unless it has one; returns False if it could not.
             troubles: where failures stand, for the status.
             command_s: most seconds for the command.
         """
@@ -97,18 +97,23 @@ class Publisher:
         finally:
             self._kill()
 
-    async def publish(self) -> None:
-        """Publish the peer's state if it is new, and run the command if it has not succeeded for it."""
+    async def publish(self) -> str:
+        """Publish the peer's state if it is new, and run the command if it has not succeeded for it.
+
+        Returns why one of them failed; empty if neither did.
+        """
         async with self._one_at_a_time:
             mark = self._mark()
             if mark is not None and mark != self._published_mark:
-                await self._save()
                 now = asyncio.get_running_loop().time
                 began = now()
-                found = await self._write()
+                is_saved = await self._save()
+                found = (
+                    await self._write() if is_saved else Published(error="its checkpoint was not written, see the log")
+                )
                 self._tell(FAILED, f"the model is not published in {self._order.folder}: {found.error}", found.error)
                 if found.error:
-                    return
+                    return found.error
                 if found.lacks_tokenizer and not self._published.name:
                     log.warning("the published model has no tokenizer: name the folder with the run's (--tokenizer)")
                 self._published_mark, self._published = mark, found
@@ -118,6 +123,8 @@ class Publisher:
                 reason = await self._run_command()
                 self._tell(COMMAND_FAILED, f"the command after a publication (--on-publish) {reason}", reason)
                 self._commanded = "" if reason else self._published.name
+                return reason and f"the command {reason}"
+        return ""
 
     def _tell(self, key: str, text: str, reason: str) -> None:
         """Log a failure and show it in the status, or end that if there is no ``reason``."""

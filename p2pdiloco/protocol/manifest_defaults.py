@@ -116,18 +116,22 @@ def in_rounds(
     shortest = min(needed, 0 if has_adapters else parameters / FREE_PARAMETERS)
     fragments = schedule.fragments if "fragments" in said else 0
     least = max(SHORTEST_ROUND, fragments, 2 * schedule.overlap - 1)
-    has_momentum = _optimizer(config) == "muon"
-    if not has_momentum and shortest >= LONGEST_ROUND / 2:
+    if _optimizer(config) == "adamw" and shortest >= LONGEST_ROUND / 2:
         shortest = LONGEST_ROUND
     wanted = max(least, min(LONGEST_ROUND, math.ceil(shortest)))
     fragments = fragments or (wanted if tensors is None else _divisor(wanted, tensors))
     sync_every = max(-(-least // fragments), wanted // fragments) * fragments
     if max(wanted, sync_every) < LONGEST_ROUND and not said_outer:
-        rate, momentum = (0.7, 0.6) if has_momentum and sync_every > PLAIN_ROUND else (1.0, 0.0)
-        outer = msgspec.structs.replace(outer, merge="direct", learning_rate=rate, momentum=momentum)
+        outer = _mean(config, sync_every)
     return msgspec.structs.replace(
         config, outer=outer, schedule=msgspec.structs.replace(schedule, fragments=fragments, sync_every=sync_every)
     )
+
+
+def _mean(config: RunConfig, sync_every: int) -> OuterConfig:
+    """Return the outer optimizer of a run that takes the mean every so many steps."""
+    rate, momentum = (0.7, 0.6) if _optimizer(config) == "muon" and sync_every > PLAIN_ROUND else (1.0, 0.0)
+    return msgspec.structs.replace(config.outer, merge="direct", learning_rate=rate, momentum=momentum)
 
 
 def _planned_steps(config: RunConfig) -> int:
@@ -238,13 +242,14 @@ def few_rounds(config: RunConfig) -> str:
 
 def expected_gap(config: RunConfig, parameters: float, learners: int) -> float | None:
     """Return by how many per cent the loss of so many learners will roughly be above that of data parallel with the
-    same tokens; None for a run that trains by AdamW or from a trained model, or with a merge that was not measured.
+    same tokens; None for one learner, a run that trains by AdamW or from a trained model, and a merge that was not
+    measured.
 
     This is the law that ``python -m benchmarks.quality scale`` fits to models of up to 0.9 million parameters; for one
     of 2.8 million it was at most 1.8 times too high, and 1.2 times too low. Larger models count as that.
     """
     sync_every, steps = config.schedule.sync_every, max(1.0, _planned_steps(config)) / 1e3
-    if _optimizer(config) == "adamw" or config.model.folder or sync_every > LONGEST_ROUND:
+    if learners < 2 or _optimizer(config) == "adamw" or config.model.folder or sync_every > LONGEST_ROUND:
         return None
     if config.outer.merge == "rda":
         return 13.2 * (learners / 8) ** 0.96 * steps**-0.86 if sync_every == LONGEST_ROUND else None
@@ -262,10 +267,10 @@ def describe_rounds(config: RunConfig, parameters: float) -> str:
     half = max(SHORTEST_ROUND, config.schedule.sync_every // 2)
     if half == config.schedule.sync_every:
         return said
-    schedule = msgspec.structs.replace(config.schedule, sync_every=half)
-    outer = msgspec.structs.replace(config.outer, merge="direct")
+    schedule, outer = msgspec.structs.replace(config.schedule, sync_every=half), _mean(config, half)
     less = expected_gap(msgspec.structs.replace(config, schedule=schedule, outer=outer), parameters, SEVERAL)
-    return f"{said}. With schedule.sync_every = {half}: {less:.2g} %, for up to twice the traffic"
+    mean = f'outer.merge = "direct", learning_rate = {outer.learning_rate}, momentum = {outer.momentum}'
+    return f"{said}. With schedule.sync_every = {half} and {mean}: {less:.2g} %, for up to twice the traffic"
 
 
 def momentum_type(outer: OuterConfig) -> MomentumType:

@@ -79,7 +79,7 @@ def publications(folder: Path) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """What the files of an export say. The order of metadata in safetensors is random."""
+    """Contents of an export's files. The order of metadata in safetensors is random."""
     found: dict[str, object] = {}
     for path in folder.iterdir():
         if path.suffix == ".safetensors":
@@ -231,11 +231,12 @@ def test_a_folder_of_another_run_or_process_is_refused(order: Order, tmp_path: P
 
 
 class Peer:
-    """What a publisher needs of its peer."""
+    """A peer, as far as its publisher needs one."""
 
     def __init__(self, order: Order, tmp_path: Path, command: str = "", command_s: float = 60.0) -> None:
         self.mark: int | None = 1
         self.saved = 0
+        self.can_save = True
         self.troubles: dict[str, str] = {}
         self.publisher = Publisher(
             order,
@@ -250,7 +251,7 @@ class Peer:
 
     async def save(self) -> bool:
         self.saved += 1
-        return True
+        return self.can_save
 
 
 def script(tmp_path: Path, *lines: str) -> str:
@@ -262,7 +263,7 @@ def script(tmp_path: Path, *lines: str) -> str:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Published]:
-    """What the process that writes would answer, without it; the last stays."""
+    """Answers of the process that writes, which is not started; the last stays."""
     answers = [Published(name="step-00000001-00000000", step=1, is_new=True)]
 
     async def write(_: Publisher) -> Published:
@@ -318,6 +319,12 @@ def test_only_a_new_state_is_saved_and_published(
         assert f"the model is not published in {order.folder}: disk full; trying" in peer.troubles[FAILED]
         await peer.publisher.publish()
         assert (peer.saved, peer.troubles) == (3, {})
+        peer.mark, peer.can_save = 3, False
+        assert "its checkpoint was not written" in await peer.publisher.publish()
+        assert "its checkpoint was not written" in peer.troubles[FAILED]
+        peer.can_save = True
+        assert await peer.publisher.publish() == ""
+        assert (peer.saved, peer.troubles) == (5, {})
 
     asyncio.run(check())
 

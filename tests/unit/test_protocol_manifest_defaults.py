@@ -232,7 +232,10 @@ def test_a_founder_is_told_what_training_apart_costs_and_what_half_of_h_would() 
     assert expected_gap(config(1000), 2.8e6, 8) == expected_gap(config(1000), 1e12, 8)
     told = describe_rounds(config(1000), 1e5)
     assert "every 6 steps; 8 learners end roughly 7.7 % above" in told
-    assert told.endswith("With schedule.sync_every = 3: 6.2 %, for up to twice the traffic")
+    mean = 'outer.merge = "direct", learning_rate = 1.0, momentum = 0.0'
+    assert told.endswith(f"With schedule.sync_every = 3 and {mean}: 6.2 %, for up to twice the traffic")
+    assert "learning_rate = 0.7, momentum = 0.6" in describe_rounds(config(4000), 1e5)
+    assert expected_gap(config(1000), 1e5, 1) is None
     assert "With" not in describe_rounds(config(480), 1e5)
     for unknown in (InnerConfig(optimizer="adamw"), None):
         model = LARGE if unknown else ModelConfig(kind="huggingface", folder="base")
