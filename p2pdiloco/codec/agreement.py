@@ -28,6 +28,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Hashable, Sequence
+from statistics import median_high, median_low
 from typing import Final, NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ class AgreementHistory:
             factors = [round(100 * self._past_factor(peer, shard)) for peer in peers]
             return Judgement(factors if min(factors, default=100) < 100 else [], [])
         factors, agreements = [LEAST_FACTOR] * len(gradients), [0.0] * len(gradients)
-        usual = _lower_median(now) if _lower_median(now) > NOISE * noise else 0.0
+        usual = median_low(now) if median_low(now) > NOISE * noise else 0.0
         means = []
         for index, value in zip(present, now, strict=True):
             self._remember(self._peers, peers[index], value, usual)
@@ -177,7 +178,7 @@ def _agreements(gradients: Sequence[Gradient], sample: bytes) -> tuple[list[int]
     if len(present) < JUDGED:
         return present, [], 0.0
     cosines, compared = _cosines([gradients[index] for index in present], sample)
-    now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
+    now = [median_high(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
     return present, now, 1.0 / math.sqrt(compared)
 
 
@@ -212,16 +213,8 @@ def _pieces(elements: int, sample: bytes) -> list[tuple[int, slice]]:
     return found
 
 
-def _upper_median(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _lower_median(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 2]
-
-
 def _factors(values: Sequence[float], noise: float) -> list[float]:
-    usual = _lower_median(values)
+    usual = median_low(values)
     if usual <= noise:
         return [1.0] * len(values)
     return [min(1.0, max(FLOOR, SLOPE * value / usual)) for value in values]

@@ -31,7 +31,6 @@ from p2pdiloco.codec import quantization, shard_codec
 from p2pdiloco.codec.formats import CHUNK, LARGEST
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol.manifest import MergeRule
-from p2pdiloco.protocol.medians import medians_of_others
 from p2pdiloco.protocol.messages import Contributor
 
 if TYPE_CHECKING:
@@ -209,12 +208,15 @@ def counted_lengths(norms: Sequence[float], steps: Sequence[int], round_steps: i
 
 
 def _typical(values: Sequence[float]) -> list[float]:
-    """Return, for each value, the median of the other nonzero values; infinite if there is no other."""
-    known = [index for index, value in enumerate(values) if value]
+    """Return, for each value, the median of the other nonzero values; infinite if there is no other.
+
+    Of two middle values the larger is taken, so that a single liar among three does not choose it.
+    """
+    known = sorted((index for index, value in enumerate(values) if value), key=values.__getitem__)
+    middle = (len(known) - 1) // 2
     found = [math.inf] * len(values)
-    if len(known) > 1:
-        for index, median in zip(known, medians_of_others([values[index] for index in known]), strict=True):
-            found[index] = median
+    for place, index in enumerate(known if len(known) > 1 else ()):
+        found[index] = values[known[middle + (place <= middle)]]
     return found
 
 

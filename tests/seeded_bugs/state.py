@@ -343,9 +343,9 @@ BUGS = (
     Bug(
         name="the smaller of two middle agreements counts",
         module=_AGREEMENT,
-        where="_upper_median",
-        old="len(values) // 2",
-        new="(len(values) - 1) // 2",
+        where="_agreements",
+        old="median_high",
+        new="median_low",
         harm="liars that are just fewer than half of the others lower what honest ones weigh",
         killed_by=(f"{_AGREEMENT_TESTS}::test_liars_that_are_half_of_the_others_lower_nobody_honest",),
     ),
