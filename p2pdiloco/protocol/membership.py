@@ -207,8 +207,8 @@ class Membership:
     """All connected peers and their liveness."""
 
     __slots__ = (
-        "_median_s",
         "_roles",
+        "_step_times_s",
         "connectivity",
         "fastest_step_s",
         "interval_s",
@@ -245,7 +245,8 @@ class Membership:
         """Live peers, sorted, without this one."""
         self.participating: frozenset[PeerId] = frozenset()
         """Live peers that participate, without this one."""
-        self._median_s: float | None = None
+        self._step_times_s: list[float] = []
+        """Step times that live participating peers report, sorted. It is updated by ``refresh``, too."""
         self._roles: Roles | None = None
         """None: a heartbeat has changed them, or who is live. Counted anew for each question, they would take N^2 steps
         for a version."""
@@ -307,15 +308,10 @@ class Membership:
         return is_other_list or was_quiet or is_other_role
 
     def median_step_s(self, own_s: float) -> float:
-        """Return the median step time of all participating peers and ``own_s`` (0: none); 0 if none is known.
-
-        The value is as of the last ``refresh``.
-        """
-        if self._median_s is not None:
-            return self._median_s
-        times = sorted(t for t in (own_s, *(b.step_time_s for b in self._beats() if b.is_participating)) if t > 0.0)
-        self._median_s = times[len(times) // 2] if times else 0.0
-        return self._median_s
+        """Return the median step time of all participating peers and ``own_s`` (0: none), the larger of two; 0 if none
+        is known."""
+        times = sorted((*self._step_times_s, own_s)) if own_s > 0.0 else self._step_times_s
+        return times[len(times) // 2] if times else 0.0
 
     def majority_step(self, own: int) -> int:
         """Return the step that most live peers, this one (at ``own``) included, report to have reached."""
@@ -373,7 +369,7 @@ class Membership:
         candidates = []
         leaving = []
         slowest_s = 0.0
-        step_s = float("inf")
+        step_times_s = []
         interval_s, beat_s = self.interval_s, self.beat_s()
         for peer, view in self.peers.items():
             beat = view.beat
@@ -387,19 +383,19 @@ class Membership:
                 slowest_s = view.round_trip_s
             if beat.is_participating:
                 participating.append(peer)
-                if 0.0 < beat.step_time_s < step_s:
-                    step_s = beat.step_time_s
+                if beat.step_time_s > 0.0:
+                    step_times_s.append(beat.step_time_s)
             if beat.phase == "leaving":
                 leaving.append((peer, beat.weight))
             elif beat.phase != "joining":
                 candidates.append((peer, beat.weight))
-        self._median_s = None
         trips = sorted(self.peers[peer].round_trip_s for peer in live)
         self.usual_round_trip_s = trips[(len(trips) - 1) // 2] if trips else 0.0
         if slowest_s > interval_s:
             slowest_s = min(slowest_s, interval_s + SLOW_TRIPS * self.usual_round_trip_s)
         self.slowest_round_trip_s = slowest_s
-        self.fastest_step_s = 0.0 if step_s == float("inf") else step_s
+        self._step_times_s = sorted(step_times_s)
+        self.fastest_step_s = min(step_times_s, default=0.0)
         before = self.live
         live.sort()
         if live != list(before):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -10,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.protocol.effects import Effect
+from p2pdiloco.protocol.events import Event
+from p2pdiloco.protocol.machine import Machine
+from p2pdiloco.protocol.view import MachineView
 from tests.machine_sim.report import SimulationReport, command_for, find_mutants, simulate
 from tests.machine_sim.seeds import run_seed
+from tests.machine_sim.transcript import Transcript
 from tests.seeded_bugs.mutants import MUTANTS, planted
 from tests.simulation.command_line import fresh_seeds
 
@@ -127,6 +133,27 @@ def test_same_seed_same_trace_in_another_process(seed: int) -> None:
         for hash_seed in ("1", "4711")
     ]
     assert traces[0] == traces[1]
+
+
+def test_looking_at_a_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page, log and codec look at any time. A value that the first look keeps makes peers differ from their journals,
+    and wait by old times."""
+    handle, transcripts = Machine.handle, (Transcript(), Transcript())
+
+    def handle_and_look(machine: Machine, event: Event, now: float) -> list[Effect]:
+        effects, view = handle(machine, event, now), machine.view
+        for look in (getattr(view, name) for name in dir(MachineView) if not name.startswith("_")):
+            if callable(look) and not inspect.signature(look).parameters:
+                look()
+        for head in view.known_heads:
+            view.refusal(head)
+            view.next_owner(head.shard)
+        return effects
+
+    run_seed(7, transcripts[0])
+    monkeypatch.setattr(Machine, "handle", handle_and_look)
+    run_seed(7, transcripts[1])
+    assert transcripts[0].lines == transcripts[1].lines
 
 
 @pytest.mark.timeout(600)
