@@ -19,7 +19,7 @@ POLL_S = 0.05
 
 
 @pytest.mark.timeout(600)
-def test_two_minutes_of_chaos_keep_every_promise(tmp_path: Path) -> None:
+def test_a_short_chaos_keeps_every_promise(tmp_path: Path) -> None:
     """As ``make chaos``: a peer is killed, stopped, cut off or spoilt every four seconds, and once all at once."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "tests.chaos", "--plan", "short", "--out", str(out)]

@@ -38,6 +38,7 @@ HARMLESS = Row(
 )
 
 
+@pytest.mark.long  # simulation/test_seeds.py has it for the protocol
 @pytest.mark.timeout(420)
 def test_one_of_four_that_declares_most_and_turns_round_does_not_ruin_the_model(tmp_path: Path) -> None:
     """The lie is sent, the loss is measured at equal honest tokens, and a newcomer gets in. Before weights were capped,

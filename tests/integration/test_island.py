@@ -158,6 +158,7 @@ def test_an_island_whose_node_dies_trains_on_and_gets_it_back(tmp_path: Path) ->
             end_node(a)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_sharded_model_on_a_single_rank_trains_as_well(tmp_path: Path) -> None:
     """As a script of several GPUs is tried on a machine with one."""

@@ -130,6 +130,7 @@ def test_a_peer_that_ends_without_its_learner_says_so(tmp_path: Path) -> None:
         assert printed(ann, "this peer had no learner at the end: the learner cannot be started: Is a directory")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_task_of_a_node_that_fails_is_told_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path, inner_steps=1_000_000, schedule_sync_every=8)

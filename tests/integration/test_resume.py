@@ -118,6 +118,7 @@ def test_a_run_wakes_up_without_its_bootstrap(tmp_path: Path, order: str) -> Non
         assert [ended(member) for member in (ann, bob)] == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_two_peers_that_are_restarted_at_once_meet_without_their_bootstrap(tmp_path: Path) -> None:
     """The system gave them their ports."""

@@ -228,7 +228,7 @@ def test_a_script_without_a_with_statement_leaves_in_order(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.long), (signal.SIGTERM, 143)])
 def test_a_script_that_stays_takes_its_node_along_when_it_is_told_to_end(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
@@ -344,8 +344,8 @@ def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path
     ("how", "reason"),
     [
         ("master weights", "restores its own copy of the parameters"),
-        ("a copy", "changed no parameter of the model"),
-        ("replaced", "parameter 1.weight was replaced in the model"),
+        pytest.param("a copy", "changed no parameter of the model", marks=pytest.mark.long),
+        pytest.param("replaced", "parameter 1.weight was replaced in the model", marks=pytest.mark.long),
     ],
 )
 def test_what_does_not_train_the_models_parameters_is_told_and_not_merged(

@@ -60,6 +60,7 @@ class Renamed(ast.NodeTransformer):
         return node
 
 
+@pytest.mark.long
 def test_planted_bugs_fit_after_every_local_variable_is_renamed() -> None:
     """A name that nobody outside of a function sees is the author's to change."""
     renamed = {

@@ -10,6 +10,7 @@ FLOORS = {"protocol": 84.0, "peer": 70.0}
 """Per cent of the lines of functions, with these seeds. What falls below is code that no simulated world runs."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_seeds_reach_most_lines() -> None:
     by_machine, by_whole = lines.reached(lines.machine, range(4)), lines.reached(lines.whole, range(10))

@@ -1,4 +1,4 @@
-"""The protocol under mixed faults: two hundred seeds, the seeds that once failed, and determinism across processes."""
+"""The protocol under mixed faults: a hundred seeds, the seeds that once failed, and determinism across processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.machine_sim.transcript import Transcript
 from tests.seeded_bugs.mutants import MUTANTS, planted
 from tests.simulation.command_line import fresh_seeds
 
-SEEDS = 200
-FRESH = 60
+SEEDS = 100
+FRESH = 40
 JOBS = min(2, os.cpu_count() or 1)
 WRITTEN = tomllib.loads((Path(__file__).parent / "regressions.toml").read_text())
 REGRESSIONS, FINDERS = WRITTEN["seed"], WRITTEN["finds"]
@@ -44,7 +44,7 @@ def report() -> SimulationReport:
 
 
 @pytest.mark.timeout(300)
-def test_two_hundred_seeds_without_a_violation(report: SimulationReport) -> None:
+def test_a_hundred_seeds_without_a_violation(report: SimulationReport) -> None:
     assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
     assert report.seeds == SEEDS
 
@@ -60,12 +60,12 @@ def test_fresh_seeds_hold(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_token_is_lost_while_its_learner_lives(report: SimulationReport) -> None:
     assert report.tokens_lost == 0
-    assert report.tokens_merged > 200_000
+    assert report.tokens_merged > 100_000
 
 
 def test_the_seeds_are_not_tame(report: SimulationReport) -> None:
     """Forks happen, in number: else nothing was tested."""
-    assert report.forks > 100
+    assert report.forks > 50
 
 
 @pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda r: str(r["seed"]))
@@ -97,11 +97,11 @@ def test_liars_that_come_first_bring_newcomers_to_nothing() -> None:
 @pytest.mark.timeout(300)
 def test_lying_owners_are_found_and_honest_ones_never() -> None:
     """Rules V5: one commit in ten is audited; each liar that went on for long was found, and all know of it."""
-    found = [run_seed(seed, scenario="lying-owners") for seed in range(40)]
+    found = [run_seed(seed, scenario="lying-owners") for seed in range(24)]
     assert not [(outcome.seed, outcome.violations) for outcome in found if outcome.violations]
     caught = [count for outcome in found for count in outcome.caught.values()]
     audits = sum(outcome.audits.get("audits", 0) for outcome in found)
-    assert len(caught) >= 20
+    assert len(caught) >= 12
     assert sum(caught) / len(caught) < 10
     assert 0.07 < audits / sum(outcome.versions for outcome in found) < 0.13
 
@@ -112,14 +112,14 @@ def test_peers_leave_a_ruined_model_and_stay_together() -> None:
     last believed nobody; in 109 and 227 peers that nobody followed stayed alone; in 176 and 214 votes gained weight
     when others left, and led to states that nobody had kept; in 13 a commit that waited for its turn was applied to an
     abandoned head."""
-    found = [run_seed(seed, scenario="ruined") for seed in (*range(20), 109, 176, 214, 227, 343)]
+    found = [run_seed(seed, scenario="ruined") for seed in (*range(12), 13, 109, 176, 214, 227, 343)]
     assert not [(outcome.seed, outcome.violations) for outcome in found if outcome.violations]
-    back = [outcome for outcome in found[:20] if outcome.went_back]
-    assert len(back) >= 9
+    back = [outcome for outcome in found[:12] if outcome.went_back]
+    assert len(back) >= 5
     assert sum(outcome.ruined > 0 for outcome in back) == 0
 
 
-@pytest.mark.parametrize("seed", [3, 186, 214])
+@pytest.mark.parametrize("seed", [3, 9])
 def test_same_seed_same_trace_in_another_process(seed: int) -> None:
     traces = [
         subprocess.run(
@@ -159,7 +159,7 @@ def test_looking_at_a_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.timeout(600)
 def test_every_planted_bug_is_found() -> None:
     """Each by the seed that once found it (``regressions.toml``), or else by one of the first two hundred."""
-    found = find_mutants(range(SEEDS), first=FINDERS, jobs=JOBS)
+    found = find_mutants(range(200), first=FINDERS, jobs=JOBS)
     assert [m.mutant for m in found if m.seed is None] == []
     assert len(found) >= 10
 

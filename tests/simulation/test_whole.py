@@ -18,9 +18,9 @@ from tests.peer_sim.report import DARK, LYING, PRIVATE, ROUGH, SHORT, Outcome
 from tests.simulation.command_line import fresh_seeds
 
 JOBS = os.cpu_count() or 1
-FIXED = range(50)
-ROUGHLY = range(ROUGH, ROUGH + 24)
-FRESH = 20
+FIXED = range(36)
+ROUGHLY = range(ROUGH, ROUGH + 20)
+FRESH = 12
 SHORT_SEEDS = (1, 2, 4, 8, 14, 15, 18, 23)
 REGRESSIONS = tomllib.loads((Path(__file__).parent / "regressions.toml").read_text()).get("whole", [])
 OBVIOUS = ("momentum zeroed on restart", "queued shift overwritten by the next", "a checkpoint's proofs are not taken")
@@ -48,12 +48,12 @@ def broken(found: Iterable[Outcome]) -> list[str]:
 def test_whole_peers_keep_what_must_hold(found: dict[int, Outcome]) -> None:
     fixed = [found[seed] for seed in FIXED]
     assert not broken(fixed)
-    assert sum(o.commits for o in fixed) > 600, "worlds in which nothing happens prove nothing"
-    assert sum(o.forks for o in fixed) > 12
+    assert sum(o.commits for o in fixed) > 400, "worlds in which nothing happens prove nothing"
+    assert sum(o.forks for o in fixed) > 7
     assert sum(o.lives for o in fixed) > 2 * len(fixed)
     happened = {kind for o in fixed for kind in o.happened}
     missing = {*get_args(FirstKind), *get_args(FurtherKind), *get_args(LateKind)} - happened
-    assert len(missing) <= 8, f"faults that hit nobody: {sorted(missing)}"
+    assert len(missing) <= 10, f"faults that hit nobody: {sorted(missing)}"
     assert "repeated" in happened
 
 
@@ -62,7 +62,7 @@ def test_in_rough_worlds_the_same_holds(found: dict[int, Outcome]) -> None:
     """Many faults of all kinds, slow links and copies, machines without a compiler."""
     rough = [found[seed] for seed in ROUGHLY]
     assert not broken(rough)
-    assert len({*get_args(RoughKind)} - {kind for o in rough for kind in o.happened}) <= 1
+    assert len({*get_args(RoughKind)} - {kind for o in rough for kind in o.happened}) <= 2
 
 
 @pytest.mark.timeout(600)

@@ -132,6 +132,7 @@ def test_rates_and_losses_follow_slowly_and_a_new_life_counts_from_zero(tmp_path
     assert metrics.overhead_s == pytest.approx(0.03)
 
 
+@pytest.mark.long
 @pytest.mark.heavy
 def test_a_weeks_event_logs_have_less_than_a_hundred_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In virtual time: four steps a second, a round of 13 shards of four contributors each minute. What learners say

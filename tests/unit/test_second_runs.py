@@ -36,6 +36,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.heavy
 def test_a_test_may_need_its_second_run_once(tmp_path: Path) -> None:
     again = ("--last-failed", "-p", "tests.second_runs")

@@ -51,6 +51,7 @@ mtu = 1300
 """
 
 
+@pytest.mark.long
 def test_who_is_behind_a_tunnel_that_drops_long_packets_joins(tmp_path: Path) -> None:
     """Its libp2p daemon cannot use short segments; before, it joined only where all records fitted into one packet."""
     if reason := why_not():
