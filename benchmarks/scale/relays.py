@@ -3,7 +3,8 @@
 Rules of this file, after nat/introducer.py and nat/rendezvous_server.py:
 1. A pair takes any living relay that has room, or, if none has, a free place, each as likely; without one it tries
    again. In the product, one of the two must be registered with the relay, and each is registered with at most three.
-   Room and budget follow the relay's line from ``lines_known_at`` on, when it has measured that; pairs do not move.
+   Room and budget follow the relay's line from ``lines_known_at`` on, when it has measured that. Then it ends the pairs
+   beyond its room, the latest first, and these dial again.
 2. Both paths' delays add. A payload takes the relay's downlink, then its budget, in the order of arrival (it is paid
    for afterwards, and a payload is smaller than the largest turn), then its share of the relay's uplink. States, which
    are tiny here, and messages without a payload take only the delays.
@@ -14,7 +15,7 @@ Rules of this file, after nat/introducer.py and nat/rendezvous_server.py:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from p2pdiloco.nat.rendezvous_server import RELAYS, USUAL_RELAYS, relay_limits
@@ -57,6 +58,12 @@ class RelayedNetwork(SharedNetwork):
             return BUDGET_BYTES_PER_S, USUAL_RELAYS
         line = self._bandwidths[relay].up_bytes_per_s
         return relay_limits(BUDGET_BYTES_PER_S, line, self._own_bytes_per_s, len(self.world.processes) - 1)
+
+    def make_room(self, _: object) -> None:
+        """All relays know their lines now, and end the pairs for which they have no room."""
+        for relay in sorted(self.relays):
+            pairs = [pair for pair, one in self.relay_of.items() if one == relay]
+            self._part(pairs[self.limits(relay)[1] :], "its relay has no room")
 
     def _finds_path(self, pair: Pair) -> bool:
         if pair not in self.unreachable:
@@ -137,10 +144,13 @@ class RelayedNetwork(SharedNetwork):
 
     def stop_relaying(self, relay: PeerId) -> None:
         """The pairs of this relay break."""
-        for a, b in self._pairs_of(relay):
+        self._part(self._pairs_of(relay), "its relay is gone")
+
+    def _part(self, pairs: Iterable[Pair], reason: str) -> None:
+        for a, b in pairs:
             for name, other in ((a, b), (b, a)):
                 if (process := self.world.processes.get(name)) is not None:
-                    self.break_connection(process, other, "its relay is gone")
+                    self.break_connection(process, other, reason)
 
     def _pairs_of(self, relay: PeerId) -> list[Pair]:
         return sorted(pair for pair, one in self.relay_of.items() if one == relay)

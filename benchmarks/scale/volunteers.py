@@ -155,6 +155,7 @@ class Swarm:
         self.network = world.network = RelayedNetwork(world, self.lines, self.need)
         world.network.default = PATH
         world.network.lines_known_at = 0.0 if options.told_lines else SYNC_EVERY * STEP_S
+        world.schedule(world.network.lines_known_at, None, world.network.make_room, None)
         names = [self._add() for _ in range(peers)]
         self.hidden = set[PeerId]()
         """Peers that nobody can dial."""

@@ -251,6 +251,7 @@ class RendezvousServer:
         self.introducer = Introducer(0 if bytes_per_s == 0 else relay_places(), USUAL_RELAYS)
         # Proves to a server that dials back that it has reached this peer and not another one.
         self.token = os.urandom(intro.TICKET_BYTES)
+        self._knows_line = False
         self._attending: dict[PeerId, None] = {}
         self._lines: dict[object, _Line] = {}
         self._beginning: Room[_Line] = Room(BEGINNING)
@@ -262,10 +263,17 @@ class RendezvousServer:
         transport.answer_requests(intro.Meet, self._answer_meet)
 
     def follow_line(self, own: float, peers: int) -> None:
-        """Relay no more than the line leaves, once its rate is known; ``relay_limits`` has the arguments."""
+        """Relay no more than the line leaves, once its rate is known; ``relay_limits`` has the arguments.
+
+        Pairs that came before that and have no room end once, the latest first: other relays may have room for them.
+        """
         if self._most and (line := self._transport.line_bytes_per_s):
             budget, self.introducer.room = relay_limits(self._most, line, own, peers)
             self.relay.budget.set_rate(budget)
+            carried = dict.fromkeys(line.carried for line in self._lines.values() if line.carried is not None)
+            for pair in [] if self._knows_line else [*carried][self.introducer.room :]:
+                pair.cancel()
+            self._knows_line = True
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -200,6 +200,30 @@ def test_a_pair_takes_another_relay_than_one_without_room_but_that_if_there_is_n
     run(work)
 
 
+def test_a_relay_that_learns_its_line_ends_the_pairs_beyond_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hole_punching, "PUNCHES", 0)
+
+    async def work() -> None:
+        async with meeting(bytes_per_s=1e6) as (ann, bob, hub, address):
+            server = hub.server
+            await ann.rendezvous.connect(bob.id, [address])
+            server.follow_line(1e6, 1)
+            assert server.introducer.relayed_pairs == 1, "nothing is known of the line"
+            hub.transport.set_budget(1000.0, None)
+            server.follow_line(1e6, 1)
+            assert server.introducer.room == 0
+            await until(lambda: bob.id not in ann.transport.peers() and ann.id not in bob.transport.peers())
+            with pytest.raises(DialError, match="has no room"):
+                await ann.rendezvous.connect(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
+            server.follow_line(1e6, 1)
+            assert server.introducer.relayed_pairs == 1, "they have found no other"
+            await asyncio.sleep(0.1)
+            assert bob.id in ann.transport.peers()
+
+    run(work)
+
+
 def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):

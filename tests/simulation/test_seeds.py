@@ -146,8 +146,9 @@ def test_looking_at_a_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
             if callable(look) and not inspect.signature(look).parameters:
                 look()
         for head in view.known_heads:
+            for ask in (machine.payloads, machine.at_work, machine.commits, view.next_owner, view.is_given_up):
+                ask(head.shard)
             view.refusal(head)
-            view.next_owner(head.shard)
         return effects
 
     run_seed(7, transcripts[0])
