@@ -406,6 +406,12 @@ def _add_reporting(sub: argparse._ActionsContainer) -> None:
         "reach HOST, the page requires a token (default: %(default)s)",
     )
     sub.add_argument(
+        "--chat",
+        action="store_true",
+        help="let the page continue texts with the run's current model, and require a token for the page; each answer "
+        "may write a checkpoint beyond --write-gb, at most one in 30 s (default: off)",
+    )
+    sub.add_argument(
         "--notify",
         type=notified,
         default="",
@@ -482,8 +488,23 @@ def export(sub: argparse.ArgumentParser) -> None:
 def generate(sub: argparse.ArgumentParser) -> None:
     _add_source(sub, also=", or a folder that export has written")
     sub.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a line break)")
+    _add_sampling(sub, tokens=200)
+    _add_training_files(sub, "folder with the run's tokenizer.json, for models that read tokens (default: none)")
+
+
+def chat(sub: argparse.ArgumentParser) -> None:
+    _add_source(sub)
+    _add_sampling(sub, tokens=120)
+    _add_training_files(sub, "folder with the run's tokenizer.json, for models that read tokens (default: none)")
+
+
+def _add_sampling(sub: argparse.ArgumentParser, tokens: int) -> None:
     sub.add_argument(
-        "--tokens", type=at_least(1), default=200, metavar="N", help="maximum number of tokens (default: %(default)s)"
+        "--tokens",
+        type=at_least(1),
+        default=tokens,
+        metavar="N",
+        help="maximum number of tokens (default: %(default)s)",
     )
     sub.add_argument(
         "--temperature",
@@ -493,7 +514,6 @@ def generate(sub: argparse.ArgumentParser) -> None:
         help="sampling temperature; 0: always take the likeliest token (default: %(default)g)",
     )
     sub.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="random seed (default: %(default)s)")
-    _add_training_files(sub, "folder with the run's tokenizer.json, for models that read tokens (default: none)")
 
 
 def evaluate(sub: argparse.ArgumentParser) -> None:
@@ -762,6 +782,7 @@ COMMANDS = {
     "fetch": Command("download the model of a run, finished or not, without joining it", _fetch, is_quiet=True),
     "export": Command("write a run's model to files for other programs", export, is_quiet=True),
     "generate": Command("sample text from a run's model", generate, is_quiet=True),
+    "chat": Command("continue texts that you type with a run's model, also while it trains", chat, is_quiet=True),
     "evaluate": Command("measure the held-out loss of a run's model", evaluate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
     "watch": Command("watch a run, live or recorded: in this terminal, as a page, or as events", watch, is_quiet=True),

@@ -39,6 +39,8 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         addresses.parse(address)
     for address in arguments.listen or ():
         check_numeric(addresses.parse(address))
+    if getattr(arguments, "chat", False) and arguments.page == "off":
+        raise ValueError("--chat is on the page: leave out --page off")
     return PeerOptions(
         folder=folder,
         link=LinkOptions(
@@ -75,6 +77,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         ),
         watch=WatchOptions(
             page=getattr(arguments, "page", "off"),
+            has_chat=getattr(arguments, "chat", False),
             notify=getattr(arguments, "notify", ""),
         ),
         publish=_publish_options(arguments),

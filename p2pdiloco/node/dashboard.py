@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.log_reader import LOG, lines
-from p2pdiloco.observability.snapshot import History, RunSnapshot
+from p2pdiloco.observability.snapshot import History, Reply, RunSnapshot
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import read_regular, write_atomically
 from p2pdiloco.util.status_pipe import PageAt, Say
@@ -71,8 +71,10 @@ def split_place(place: str) -> tuple[str, int | None]:
 
 
 @asynccontextmanager
-async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -> AsyncIterator[None]:
-    """Serve a node's page while entered, and tell the user its address.
+async def serve_page(
+    telemetry: Telemetry, folder: Path, place: str, say: Say, chat: Callable[[str], Awaitable[Reply]] | None = None
+) -> AsyncIterator[None]:
+    """Serve a node's page while entered, with a ``chat``, if any, and tell the user its address.
 
     Raises:
         OSError: the port that the user named is taken.
@@ -89,8 +91,9 @@ async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -
     await load_history(telemetry.history, folder)
     host, port = split_place(place)
     view = LiveView(telemetry)
-    token = "" if is_loopback(host) else await asyncio.to_thread(kept_token, folder)
-    server = PageServer(lambda _: view, host, port or 0, token)
+    is_free = is_loopback(host) and chat is None
+    token = "" if is_free else await asyncio.to_thread(kept_token, folder)
+    server = PageServer(lambda _: view, host, port or 0, token, chat=chat)
     if port is None:
         server.try_ports([*_port_before(folder), *range(FIRST_PORT, FIRST_PORT + PORTS), 0])
     async with server:

@@ -368,12 +368,17 @@ def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Calla
 
 
 def _check_publishing(config: RunConfig, options: PeerOptions) -> None:
-    """Check that the run's model can be published as the user wants it.
+    """Check that the run's model can be published and used as the user wants it.
 
     Raises:
-        ExportError: it cannot.
+        ConfigError, ExportError: it cannot.
     """
     wanted, own = options.publish, options.learner
+    if options.watch.has_chat and config.model.kind == "external":
+        raise ConfigError(
+            f"run {config.name} is trained by training scripts, whose model cannot be built here: leave out --chat; a "
+            "server can load what --publish writes"
+        )
     if wanted is not None:
         check_export(config, wanted.format or default_format(config.model), own.model, own.tokenizer, wanted.like)
 
@@ -466,9 +471,10 @@ async def _run_node(
             tell,
         )
         node.host.keep(keeping, name="invite addresses")
+        chat = None if node.chat is None else node.chat.answer
         with leave_when_asked(node, options.machine.spot):
             async with (
-                serve_page(node.telemetry, options.folder, options.watch.page, say),
+                serve_page(node.telemetry, options.folder, options.watch.page, say, chat),
                 Notifier(options.watch.notify, identity.peer_id) as notifier,
             ):
                 node.events.subscribe(Alert, notifier.tell)

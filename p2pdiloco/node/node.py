@@ -21,6 +21,7 @@ import msgspec
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.node.chat import Chat, ChatQuestion
 from p2pdiloco.node.eta import EtaEstimator
 from p2pdiloco.node.local_host import LocalHost
 from p2pdiloco.node.publication import Order
@@ -95,6 +96,8 @@ class Node:
     """Set when the peer must leave, so that it does not serve the model after the end."""
     publisher: Publisher | None = None
     """Publishes the model while the run trains, if the user wants it."""
+    chat: Chat | None = None
+    """Continues texts with the model for the page, if the user wants it."""
     goes_on: bool = False
     """True if the run was prolonged after this peer had come to its end, so that it should take part again."""
 
@@ -234,6 +237,9 @@ class Node:
             events.subscribe(Prolonged, node._on_prolonged)
             node._on_prolonged(Prolonged(membership_sync.members.prolonged_to))
             node.publisher = node._publisher()
+            if (chat := node._chat()) is not None:
+                node.chat = chat
+                stack.callback(chat.close)
             events.subscribe(IdentityTaken, node._on_identity_taken)
 
             # All parts exist: from here on, others can connect.
@@ -391,6 +397,22 @@ class Node:
                     "3600), and repeat this command then",
                 )
             )
+
+    def _chat(self) -> Chat | None:
+        """Return what continues texts for this peer's page; None if the user wants no chat."""
+        if not self.options.watch.has_chat:
+            return None
+        folder, learner = str(self.options.folder), self.options.learner
+        question = ChatQuestion(
+            source=folder,
+            state=folder,
+            run=self.peer.manifest.run,
+            model=learner.model,
+            tokenizer=learner.tokenizer or learner.data,
+        )
+        return Chat(
+            question, self.options.folder / "chat.log", partial(self.peer.checkpoint_writer.save, is_last=False)
+        )
 
     def _publisher(self) -> Publisher | None:
         """Return the publisher of this peer; None if the user wants none."""

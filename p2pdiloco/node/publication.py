@@ -16,8 +16,6 @@ import filecmp
 import hashlib
 import os
 import re
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,17 +23,16 @@ from pathlib import Path
 import msgspec
 import torch
 
+from p2pdiloco.node.answering_process import answer_lines
 from p2pdiloco.node.results import Result, find_result
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.training.export import ABOUT, About, Format
 from p2pdiloco.util.errors import UserError
 from p2pdiloco.util.files import LOCAL, LockedError, lock
-from p2pdiloco.util.process import be_called, die_with_parent
 
 LATEST = "latest"
 LOCK = ".lock"
 PROGRAM = "p2pdiloco.node.publication"
-NICE = 10
 _NAME = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 _PART = re.compile(rf"\.(?:{_NAME.pattern}|{LATEST})(?:\..*)?\.part")
 
@@ -194,14 +191,8 @@ def _remove_old(folder: Path, keep: int) -> None:
 
 def main() -> None:
     """Answer each line of the standard input, an ``Order``, by a line with a ``Published``, until the input ends."""
-    die_with_parent(signal.SIGKILL)
-    be_called("publisher")
-    os.nice(NICE)
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # libraries may print
-    for line in sys.stdin.buffer:
-        answers.write(msgspec.json.encode(_answer(msgspec.json.decode(line, type=Order))) + b"\n")
+    answer_lines("publisher", lambda line: msgspec.json.encode(_answer(msgspec.json.decode(line, type=Order))))
 
 
 def _answer(order: Order) -> Published:

@@ -14,18 +14,16 @@ import asyncio
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from p2pdiloco.node.answering_process import AnsweringProcess, NoAnswerError
 from p2pdiloco.node.publication import PROGRAM, Order, Published
 from p2pdiloco.observability.formatting import duration
-from p2pdiloco.training import PASSIVE
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import open_regular, rotate
 
 log = logs.get("publish")
 
@@ -35,10 +33,6 @@ WRITE_S = 3600.0
 COMMAND_S = 600.0
 # Interval between two looks whether this peer has a state yet.
 LOOK_S = 1.0
-# Longest answer of the process that writes.
-ANSWER_BYTES = 1 << 20
-# Size of the process's log from which a new file begins.
-LOG_BYTES = 4 << 20
 # Keys in ``troubles``.
 FAILED, COMMAND_FAILED = "publication", "command after a publication"
 
@@ -72,13 +66,12 @@ class Publisher:
         self._order = order
         self._every_s = every_s
         self._command = shlex.split(command)
-        self._log_path = log_path
         self._mark = mark
         self._save = save
         self._troubles = troubles
         self._command_s = command_s
         self._one_at_a_time = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process = AnsweringProcess(PROGRAM, log_path, WRITE_S)
         # Mark of the state that was published last, and its publication.
         self._published_mark: int | None = None
         self._published = Published()
@@ -95,7 +88,7 @@ class Publisher:
                 pause_s = LOOK_S if self._mark() is None else self._every_s
                 await asyncio.sleep(max(0.0, began + pause_s - now()))
         finally:
-            self._kill()
+            self._process.kill()
 
     async def publish(self) -> str:
         """Publish the peer's state if it is new, and run the command if it has not succeeded for it.
@@ -137,57 +130,11 @@ class Publisher:
         self._troubles[key] = text
 
     async def _write(self) -> Published:
-        """Have the process write a publication; start it first if there is none."""
+        """Have the process write a publication."""
         try:
-            async with asyncio.timeout(WRITE_S):
-                process = self._process = self._process or await self._start()
-                assert process.stdin is not None
-                assert process.stdout is not None
-                process.stdin.write(msgspec.json.encode(self._order) + b"\n")
-                await process.stdin.drain()
-                answer = await process.stdout.readline()
-                if answer:
-                    return msgspec.json.decode(answer, type=Published)
-                status = await process.wait()
-            reason = f"the process that writes it ended with status {status}, see {self._log_path}"
-        except asyncio.CancelledError:
-            self._kill()  # its answer would be taken for the next one
-            raise
-        except TimeoutError:
-            reason = f"it took longer than {duration(WRITE_S)}"
-        except OSError as error:
-            reason = f"the process that writes it cannot be used: {error.strerror or error}"
-        self._kill()
-        return Published(error=reason)
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        """Start the process that writes.
-
-        Raises:
-            OSError: it cannot be started.
-        """
-        with suppress(FileNotFoundError):
-            if self._log_path.stat().st_size > LOG_BYTES:
-                rotate(self._log_path, keep=1, most_bytes=LOG_BYTES)
-        output = open_regular(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        try:
-            return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", PROGRAM),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=output,
-                env=PASSIVE | os.environ,
-                limit=ANSWER_BYTES,
-                start_new_session=True,  # Ctrl+C must reach only the node
-            )
-        finally:
-            os.close(output)
-
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
+            return msgspec.json.decode(await self._process.ask(msgspec.json.encode(self._order)), type=Published)
+        except NoAnswerError as error:
+            return Published(error=str(error))
 
     async def _run_command(self) -> str:
         """Run the command for the newest publication; return why it failed, or "" if it did not."""

@@ -234,3 +234,15 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[LaneRow, ...]
     marks: tuple[Headline, ...]
     """The headlines of peers that joined or left."""
+
+
+class BusyError(Exception):
+    """A text is being continued already."""
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A text and its continuation, by the model at ``step``; or why there is none."""
+
+    text: str = ""
+    step: int = 0
+    error: str = ""

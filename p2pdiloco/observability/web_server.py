@@ -1,7 +1,8 @@
 """Web server of a peer: serves the page, its live stream, and the same numbers as JSON and Prometheus metrics.
 
 Rules of this file:
-1. Read-only: GET and HEAD. No request changes anything of the peer.
+1. Read-only: GET and HEAD. No request changes anything of the peer. Only ``/chat``, if there is one, takes a POST: a
+   text to continue, as JSON, which a form of another site cannot send. A page with a chat requires a token everywhere.
 2. On loopback every user of this machine may look. On any other address a token is required, as ``?token=`` (it then
    becomes a cookie) or as ``Authorization: Bearer``. Only ``PROBES`` need none.
 3. The Host header must name this machine by an address, by ``localhost`` or by its own name. A foreign name that
@@ -25,7 +26,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Annotated, Protocol, Self
 
 import msgspec
 from aiohttp import web
@@ -39,7 +40,7 @@ from p2pdiloco.observability.connection_limits import (
     client_of,
 )
 from p2pdiloco.observability.prometheus import expose, unhealthy_reason, unready_reason
-from p2pdiloco.observability.snapshot import History, RunSnapshot
+from p2pdiloco.observability.snapshot import BusyError, History, Reply, RunSnapshot
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import open_regular, read_regular, write_atomically
 
@@ -51,6 +52,8 @@ TICK_S = 1.0
 # Minimum interval between two histories of a stream.
 HISTORY_S = 2.0
 MOST_STREAMS = 16
+# Longest text to continue.
+MOST_CHARACTERS = 4000
 # A client that does not read for this long is disconnected.
 SEND_S = 10.0
 POLICY = (
@@ -86,13 +89,20 @@ class Sight(Protocol):
         """Changes whenever the history does."""
 
 
+class Prompt(msgspec.Struct, frozen=True):
+    """A text to continue."""
+
+    prompt: Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
+
+
 class PageServer:
     """Serves the page; an async context manager.
 
     Args:
         open_view: returns a client's view for its query. A live peer returns the same view to all.
         port: 0 for any free port.
-        token: required unless ``host`` is loopback; see ``new_token``.
+        token: required unless ``host`` is loopback and there is no chat; see ``new_token``.
+        chat: continues a text with the current model; None: there is no chat. It raises ``BusyError``.
     """
 
     def __init__(
@@ -102,8 +112,10 @@ class PageServer:
         port: int = 0,
         token: str = "",
         limits: PageLimits | None = None,
+        chat: Callable[[str], Awaitable[Reply]] | None = None,
     ) -> None:
-        assert token or is_loopback(host)
+        assert token or (is_loopback(host) and chat is None)
+        self._chat = chat
         self._open_view = open_view
         self._host = host
         self._token = token
@@ -128,7 +140,9 @@ class PageServer:
         Raises:
             OSError: none of the ports is free, or ``host`` is not an address of this machine.
         """
-        app = web.Application(middlewares=[self._guard], client_max_size=1024)
+        app = web.Application(
+            middlewares=[self._guard], client_max_size=1024 if self._chat is None else 6 * MOST_CHARACTERS
+        )
         app.router.add_get("/", self._page)
         for name in TYPES:
             app.router.add_get(f"/{name}", self._page)
@@ -138,6 +152,8 @@ class PageServer:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
+        app.router.add_get("/chat", self._has_chat)
+        app.router.add_post("/chat", self._continue)
         app.router.add_get("/livez", self._alive)
         app.router.add_get("/readyz", self._probed)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
@@ -192,7 +208,8 @@ class PageServer:
     def _check(self, request: web.Request) -> None:
         if not is_this_machine(request.host, self._host):
             raise web.HTTPMisdirectedRequest(text="this peer's page is not available under that host name\n")
-        if request.method not in ("GET", "HEAD"):
+        is_chat = request.method == "POST" and request.path == "/chat" and request.content_type == "application/json"
+        if request.method not in ("GET", "HEAD") and not is_chat:
             raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
         is_foreign = request.headers.get("Sec-Fetch-Site", "none") in ("cross-site", "same-site")
         if is_foreign and (request.path != "/" or request.headers.get("Sec-Fetch-Mode") != "navigate"):
@@ -254,6 +271,26 @@ class PageServer:
             return self._open_view(request.query)
         except ValueError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
+
+    async def _has_chat(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(self._chat is not None)
+
+    async def _continue(self, request: web.Request) -> web.StreamResponse:
+        if self._chat is None:
+            raise web.HTTPNotFound(text="this peer continues no texts: start it with --chat\n")
+        try:
+            asked = msgspec.json.decode(await request.read(), type=Prompt)
+        except msgspec.DecodeError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        answering = asyncio.ensure_future(self._chat(asked.prompt))
+        try:
+            while not (await asyncio.wait({answering}, timeout=TICK_S))[0]:
+                self._connections.of(request).begin_stage()
+            return web.Response(body=msgspec.json.encode(answering.result()), content_type="application/json")
+        except BusyError:
+            raise web.HTTPTooManyRequests(text="another text is being continued: try again in a moment\n") from None
+        finally:
+            answering.cancel()
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Send server-sent events: ``picture`` every second, ``history`` when it has changed."""

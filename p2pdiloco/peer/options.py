@@ -74,6 +74,8 @@ class WatchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     page: str = "off"
     """Where this peer serves its page: ``off``, ``auto`` (a free port of loopback), a port there, or HOST:PORT."""
+    has_chat: bool = False
+    """Whether the page continues texts with the model (``node/chat.py``)."""
     notify: str = ""
     """Command or address that is told of alerts (``node/notifier.py``)."""
 

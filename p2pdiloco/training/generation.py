@@ -5,6 +5,8 @@ The built-in transformer writes bytes. Other models use transformers' sampling a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def continue_with(manifest: Manifest, theta: torch.Tensor, prompt: str, how: Sampling, **places: str | None) -> str:
-    """Return ``prompt`` with the run's model's continuation.
+    """Return ``prompt`` with the run's model's continuation; arguments and errors as of ``writer``."""
+    return writer(manifest, theta, **places)(prompt, how)
+
+
+def writer(manifest: Manifest, theta: torch.Tensor, **places: str | None) -> Callable[[str, Sampling], str]:
+    """Return a function that continues texts with the run's model, which is built once.
 
     ``places``: ``model``, the folder with the weights that the run's adapters are for, and ``tokenizer``.
 
@@ -43,12 +50,12 @@ def continue_with(manifest: Manifest, theta: torch.Tensor, prompt: str, how: Sam
         raise ExportError("the run's model reads tokens: give --tokenizer FOLDER, which holds the run's tokenizer.json")
     model = built(manifest, theta, places.get("model"))
     if not reads_tokens:
-        return _bytes(model, prompt, how)
+        return partial(_bytes, model)
     folder = Path(str(places["tokenizer"])).expanduser()
     if kind == "transformer":
         check_tokenizer(data, folder)
-        return _builtin_tokens(model, folder, data.separator, prompt, how)
-    return _tokens(model, _tokenizer(folder), prompt, how)
+        return partial(_builtin_tokens, model, folder, data.separator)
+    return partial(_tokens, model, _tokenizer(folder))
 
 
 def continue_with_export(folder: Path, prompt: str, how: Sampling) -> str:

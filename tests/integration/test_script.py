@@ -228,7 +228,9 @@ def test_a_script_without_a_with_statement_leaves_in_order(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("number", "status"), [pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.long), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.long), (signal.SIGTERM, 143)]
+)
 def test_a_script_that_stays_takes_its_node_along_when_it_is_told_to_end(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:

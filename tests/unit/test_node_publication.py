@@ -283,7 +283,7 @@ def test_a_process_of_its_own_publishes_and_is_replaced_if_it_dies(order: Order,
             assert not keeping.done()
             assert not peer.troubles
         async with peer.publisher._one_at_a_time:
-            process = peer.publisher._process
+            process = peer.publisher._process._process
         assert process is not None
         process.kill()
         peer.mark = 2
@@ -292,7 +292,7 @@ def test_a_process_of_its_own_publishes_and_is_replaced_if_it_dies(order: Order,
         assert "trying again" in peer.troubles[FAILED]
         await peer.publisher.publish()
         assert not peer.troubles
-        replaced = peer.publisher._process
+        replaced = peer.publisher._process._process
         assert replaced is not None
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)

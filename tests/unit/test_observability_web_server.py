@@ -9,7 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from test_observability_history import ANN, BOB, chronicle, commit, progress
 from p2pdiloco.observability import web_server as server_module
 from p2pdiloco.observability.connection_limits import OWN_USER, PageLimits, client_of
 from p2pdiloco.observability.history import RunHistory
-from p2pdiloco.observability.snapshot import History, RunSnapshot
+from p2pdiloco.observability.snapshot import BusyError, History, Reply, RunSnapshot
 from p2pdiloco.observability.web_server import PageServer, is_this_machine, kept_token
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -57,6 +57,17 @@ def serving(ask: Ask, host: str = "127.0.0.1", token: str = "", limits: PageLimi
     async def whole() -> None:
         shown = Shown()
         async with PageServer(lambda _: shown, host, 0, token, limits) as server, aiohttp.ClientSession() as session:
+            await ask(server, session, shown)
+
+    asyncio.run(whole())
+
+
+def chatting(ask: Ask, chat: Callable[[str], Awaitable[Reply]]) -> None:
+    async def whole() -> None:
+        shown = Shown()
+        server = PageServer(lambda _: shown, token="secret", chat=chat)
+        headers = {"Authorization": "Bearer secret"}
+        async with server, aiohttp.ClientSession(headers=headers) as session:
             await ask(server, session, shown)
 
     asyncio.run(whole())
@@ -442,3 +453,70 @@ def test_the_page_has_a_small_share_of_the_descriptors() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert PageLimits(connections=10**9).places() <= soft // 16
     assert PageLimits(connections=3).places() == 3
+
+
+async def echo(prompt: str) -> Reply:
+    return Reply(text=prompt + "!", step=7)
+
+
+def test_a_text_is_continued_by_who_has_the_token() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        async with session.get(at(server, "/chat")) as answer:
+            assert await answer.json() is True
+        async with session.post(at(server, "/chat"), json={"prompt": HOSTILE}) as answer:
+            assert answer.content_type == "application/json"
+            assert await answer.json() == {"text": HOSTILE + "!", "step": 7, "error": ""}
+        refused = [
+            (401, {"headers": {"Authorization": ""}, "json": {"prompt": "x"}}),
+            (401, {"headers": {"Authorization": "Bearer secreT"}, "json": {"prompt": "x"}}),
+            (403, {"headers": {"Sec-Fetch-Site": "cross-site"}, "json": {"prompt": "x"}}),
+            (405, {"data": '{"prompt": "x"}'}),  # as a form of another site could send it
+            (405, {"data": {"prompt": "x"}}),
+            (400, {"json": {"prompt": 7}}),
+            (400, {"json": {"prompt": "x" * 4001}}),
+            (413, {"json": {"prompt": "x" * 30_000}}),
+        ]
+        for status, options in refused:
+            async with session.post(at(server, "/chat"), **options) as answer:
+                assert answer.status == status, options
+        async with session.post(at(server, "/stream"), json={"prompt": "x"}) as answer:
+            assert answer.status == 405
+
+    chatting(ask, echo)
+
+
+def test_where_there_is_no_chat_nothing_is_continued() -> None:
+    async def ask(server: PageServer, session: aiohttp.ClientSession, shown: Shown) -> None:
+        async with session.get(at(server, "/chat")) as answer:
+            assert await answer.json() is False
+        async with session.post(at(server, "/chat"), json={"prompt": "x"}) as answer:
+            assert answer.status == 404
+
+    serving(ask)
+    with pytest.raises(AssertionError):
+        PageServer(lambda _: Shown(), chat=echo)
+
+
+def test_an_answer_may_take_longer_than_a_request_and_the_next_one_is_told_to_wait() -> None:
+    async def work() -> None:
+        begun, may_end = asyncio.Event(), asyncio.Event()
+
+        async def slow(prompt: str) -> Reply:
+            if begun.is_set():
+                raise BusyError
+            begun.set()
+            await may_end.wait()
+            return Reply(text=prompt, step=1)
+
+        server = PageServer(lambda _: Shown(), token="secret", limits=PageLimits(stage_s=1.5), chat=slow)
+        async with server, aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+            first = asyncio.ensure_future(session.post(at(server, "/chat"), json={"prompt": "a"}))
+            await begun.wait()
+            async with session.post(at(server, "/chat"), json={"prompt": "b"}) as answer:
+                assert answer.status == 429
+                assert "try again" in await answer.text()
+            await asyncio.sleep(3.0)
+            may_end.set()
+            assert await (await first).json() == {"text": "a", "step": 1, "error": ""}
+
+    asyncio.run(work())

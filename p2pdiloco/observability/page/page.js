@@ -1,4 +1,4 @@
-// The page of a peer: shows the data that /stream sends, and requests nothing else.
+// The page of a peer: shows the data that /stream sends. It requests nothing else, but for /chat, if the peer has that.
 //
 // Rules of this file:
 // 1. Text of other peers is inserted as text only (textContent), never as markup.
@@ -333,6 +333,24 @@ $("seek").onchange = () => { isSeeking = false; const b = picture.playback; repl
 
 // ----------------------------------------------------------------------------------------------------------- keys
 
+async function continueText(event) {
+  event.preventDefault();
+  const prompt = $("prompt").value, ask = $("ask");
+  if (ask.disabled) return;
+  ask.disabled = true;
+  say("chat-when", "the model writes …");
+  try {
+    const answer = await fetch("chat", { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ prompt }) });
+    const reply = answer.ok ? await answer.json() : { error: (await answer.text()).trim() };
+    say("chat-when", reply.error || `by the version of step ${reply.step.toLocaleString("en")}`);
+    if (!reply.error) {
+      const given = reply.text.startsWith(prompt) ? prompt : "";
+      $("answer").hidden = false;
+      $("answer").replaceChildren(make("span", given, "given"), reply.text.slice(given.length));
+    }
+  } catch { say("chat-when", "the peer does not answer"); }
+  ask.disabled = false;
+}
 function choose(time) { overTime = time; $("over-time").setAttribute("aria-pressed", String(time)); $("over-tokens").setAttribute("aria-pressed", String(!time)); drawCurve(); }
 function redraw() { drawCurve(); drawLanes(); if (picture) showLink(picture); }
 function changeTheme() {
@@ -353,11 +371,14 @@ $("curve").onkeydown = (event) => {
   drawCurve();
 };
 addEventListener("keydown", (event) => {
-  if (event.target.matches("input, select, button") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.matches("input, select, button, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "t") changeTheme();
   if (event.key === "x") choose(!overTime);
   if (event.key === " " && picture && picture.playback) { event.preventDefault(); $("play").click(); }
 });
+$("prompt").onkeydown = (event) => { if (event.key === "Enter" && event.ctrlKey) continueText(event); };
+$("chat-form").onsubmit = continueText;
+fetch("chat").then((answer) => answer.json()).then((has) => { $("chat").hidden = !has; }, () => {});
 addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 try { const kept = localStorage.getItem("theme"); if (kept === "light" || kept === "dark") document.documentElement.dataset.theme = kept; } catch { /* not available */ }
