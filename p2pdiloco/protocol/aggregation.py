@@ -138,7 +138,8 @@ class Aggregation:
             self.round_s,
             self.arrival_s,
         )
-        return waits(core.config, times, is_any_leaving=core.participation.is_any_leaving())
+        is_leaving = core.departure == "leaving"
+        return waits(core.config, times, is_any_leaving=core.participation.is_any_leaving(), is_leaving=is_leaving)
 
     # -- commits of other owners ---------------------------------------------------------------------------------------
 

@@ -56,13 +56,13 @@ class Waits(NamedTuple):
     """How long to wait for a commit that other peers have (W5a)."""
 
 
-def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Waits:
+def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool, is_leaving: bool = False) -> Waits:
     """Return all waits.
 
     Where steps are shorter than a round trip, nobody can answer within some steps, so ``usual_s`` covers two median
     round trips: a single peer that answers heartbeats late must not make all owners wait. It is at most half of the
     takeover time, so that the commit arrives before the next owner would merge, too. While a peer leaves, no owner
-    waits for nearly all: its time is short.
+    waits for nearly all, and that peer itself (``is_leaving``) half as long for commits: its time is short.
     """
     wanted_s = config.overlap * times.step_s + 3 * times.round_s + 4 * times.slowest_round_trip_s
     takeover_s = min(max(wanted_s, config.takeover_floor_s), config.takeover_ceiling_s)
@@ -74,7 +74,7 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Wait
         usual_s=min(steps * times.step_s + 2 * times.usual_round_trip_s, takeover_s / 2),
         nearly_all_s=min(config.sync_every * times.median_step_s, takeover_s) / 2 if is_waiting else 0.0,
         few_s=max(takeover_s, config.sync_every * times.step_s / 2),
-        commit_s=on_the_way_s + 2 * times.slowest_round_trip_s,
+        commit_s=(on_the_way_s + 2 * times.slowest_round_trip_s) * (0.5 if is_leaving else 1.0),
     )
 
 

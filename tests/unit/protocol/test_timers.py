@@ -281,6 +281,14 @@ def test_commit_patience_covers_what_commits_took_to_come_by_themselves() -> Non
     assert waits.commit_s == waits.takeover_s / 4, "long before the next owner's turn"
 
 
+def test_who_leaves_asks_for_commits_after_half_of_the_patience() -> None:
+    """W5a (seed 9885): a commit that did not come by itself must not take a third of the time that it has."""
+    stage = Stage(B, C, takeover_floor_s=0.3)
+    stage.train(2)
+    stage.tell(ev.LeaveRequested("asked to"))
+    assert asks_after(stage) == pytest.approx(0.3 / 2, abs=0.02)
+
+
 def test_a_heavier_sibling_of_the_head_is_asked_for_at_once() -> None:
     """W5a: two commits of one version are a fork; nothing that follows ours is on its way (seed 1003547)."""
     stage = Stage(B, C)
