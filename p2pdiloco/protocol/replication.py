@@ -177,6 +177,8 @@ class Replication:
         """Heavier heads that were reported, with the reporting peer. Usually their commits are on the way already."""
         self.announced: dict[ShardId, tuple[Digest, float]] = {}
         """The newest head of each shard that was reported before its commit came, and when."""
+        self.turned_down: set[ShardId] = set()
+        """Shards of which a state was refused since the head moved: no commit that follows it is on the way."""
         self.offers: dict[PeerId, dict[ShardId, Head]] = {}
         """While joining: heads that donors reported."""
 
@@ -274,6 +276,7 @@ class Replication:
         if entry is None or entry[0] != head_id:
             return
         del self.applying[shard]
+        self.turned_down.discard(shard)
         _, target = entry
         chain = core.chains[shard]
         old = chain.head
@@ -368,7 +371,8 @@ class Replication:
                 self.wanted[shard] = (peer, theirs)
                 self.announced[shard] = theirs.id, core.now
                 if known is None and core.is_current:  # a newcomer needs states before commits
-                    core.alarms.set(("want", shard), core.now + self.aggregation.waits().commit_s)
+                    most_s = core.membership.beat_s() if shard in self.turned_down else math.inf
+                    core.alarms.set(("want", shard), core.now + min(most_s, self.aggregation.waits().commit_s))
         elif self._is_lighter_fork(theirs):
             core.send((peer,), Heads((chain.head,), core.step))
             self._follow_most(peer, shard)
@@ -517,6 +521,8 @@ class Replication:
         self.asked.pop(shard, None)
         if peer is not None and peer in self.offers:
             self.offers[peer].pop(shard, None)
+        if self.core.is_current:
+            self.turned_down.add(shard)
         self.fetch_missing()
 
     # -- heads, joining ------------------------------------------------------------------------------------------------

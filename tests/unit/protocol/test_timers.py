@@ -289,6 +289,17 @@ def test_who_leaves_asks_for_commits_after_half_of_the_patience() -> None:
     assert asks_after(stage) == pytest.approx(0.3 / 2, abs=0.02)
 
 
+def test_who_has_refused_a_state_waits_for_no_commits() -> None:
+    """W5a (fresh seed 49013528223): until its head moves, none that follows it is on its way."""
+    stage = Stage(B, C, takeover_floor_s=20.0, takeover_ceiling_s=20.0, has_learner=False)
+    stage.machine.aggregation.arrival_s = 100.0
+    assert stage.machine.aggregation.waits().commit_s == pytest.approx(20.0 / 4, abs=0.1)
+    stage.tell(ev.Failed("fetch", SHARD, C, "the other peers are asked for their heads first"))
+    assert asks_after(stage) == pytest.approx(stage.config.heartbeat_s, abs=0.02)
+    stage.take(stage.commit(tokens(B, 0, 40)))
+    assert asks_after(stage) == pytest.approx(20.0 / 4, abs=0.1)
+
+
 def test_a_heavier_sibling_of_the_head_is_asked_for_at_once() -> None:
     """W5a: two commits of one version are a fork; nothing that follows ours is on its way (seed 1003547)."""
     stage = Stage(B, C)
