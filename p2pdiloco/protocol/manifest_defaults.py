@@ -119,7 +119,8 @@ def in_rounds(
     if _optimizer(config) == "adamw" and shortest >= LONGEST_ROUND / 2:
         shortest = LONGEST_ROUND
     wanted = max(least, min(LONGEST_ROUND, math.ceil(shortest)))
-    fragments = fragments or (wanted if tensors is None else _divisor(wanted, tensors))
+    most = wanted if tensors is None else min(wanted, tensors)
+    fragments = fragments or next(divisor for divisor in range(max(1, most), 0, -1) if wanted % divisor == 0)
     sync_every = max(-(-least // fragments), wanted // fragments) * fragments
     if max(wanted, sync_every) < LONGEST_ROUND and not said_outer:
         outer = _mean(config, sync_every)
@@ -140,11 +141,6 @@ def _planned_steps(config: RunConfig) -> int:
     if inner.tokens is UNSET:
         return inner.steps
     return inner.tokens // (inner.batch * config.model.context * SEVERAL)
-
-
-def _divisor(number: int, most: int) -> int:
-    """Return the largest divisor of ``number`` that is at most ``most``."""
-    return next(divisor for divisor in range(max(1, min(number, most)), 0, -1) if number % divisor == 0)
 
 
 def with_usual_rate(config: RunConfig, said: Collection[str]) -> RunConfig:

@@ -521,8 +521,7 @@ class Replication:
         self.asked.pop(shard, None)
         if peer is not None and peer in self.offers:
             self.offers[peer].pop(shard, None)
-        if self.core.is_current:
-            self.turned_down.add(shard)
+        self.turned_down.add(shard)
         self.fetch_missing()
 
     # -- heads, joining ------------------------------------------------------------------------------------------------
