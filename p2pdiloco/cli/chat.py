@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from contextlib import suppress
 
 import msgspec
 
@@ -19,12 +18,6 @@ from p2pdiloco.training.generation import Sampling
 
 async def run(arguments: argparse.Namespace) -> int:
     """Answer lines of the standard input until it ends."""
-    with suppress(EOFError):
-        await asyncio.to_thread(_talk, arguments)
-    return 0
-
-
-def _talk(arguments: argparse.Namespace) -> None:
     narrator, shown, seed = Narrator(), -1, arguments.seed
     question = ChatQuestion(
         source=arguments.source,
@@ -33,10 +26,10 @@ def _talk(arguments: argparse.Namespace) -> None:
         model=arguments.model,
         tokenizer=arguments.tokenizer,
     )
-    while True:
-        prompt = input("> " if sys.stdin.isatty() else "")
+    while (prompt := await _typed()) is not None:
         how = Sampling(tokens=arguments.tokens, temperature=arguments.temperature, seed=seed)
-        reply = narrator.answer(msgspec.structs.replace(question, prompt=prompt, sampling=how))
+        asked = msgspec.structs.replace(question, prompt=prompt, sampling=how)
+        reply = await asyncio.to_thread(narrator.answer, asked)
         if reply.error:
             raise CommandError(reply.error, FAILED)
         if reply.step != shown:
@@ -44,3 +37,19 @@ def _talk(arguments: argparse.Namespace) -> None:
             peer_options.say(f"[the model at step {shown:,}]")
         peer_options.say(reply.text)
         seed += 1
+    return 0
+
+
+async def _typed() -> str | None:
+    """Return the next line of the standard input; None at its end. On a terminal Ctrl+C ends the wait at once."""
+    if sys.stdin.isatty():
+        print("> ", end="", flush=True)
+        loop = asyncio.get_running_loop()
+        is_there = asyncio.Event()
+        loop.add_reader(sys.stdin, is_there.set)
+        try:
+            await is_there.wait()
+        finally:
+            loop.remove_reader(sys.stdin)
+    line = sys.stdin.readline()
+    return line.rstrip("\n") if line else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -71,8 +72,11 @@ class Narrator:
 
 def _written(folder: Path) -> list[tuple[str, int]]:
     """Return the checkpoints in ``folder``, and when each was written."""
-    found = (path for place in places([folder]) for path in place.glob("state-*.json"))
-    return sorted((str(path), path.stat().st_mtime_ns) for path in found)
+    found = []
+    for path in (path for place in places([folder]) for path in place.glob("state-*.json")):
+        with suppress(FileNotFoundError):  # a newer one has replaced it
+            found.append((str(path), path.stat().st_mtime_ns))
+    return sorted(found)
 
 
 class Chat:

@@ -93,6 +93,7 @@ def kill_learner_and_block_its_log(member: Member) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_learner_that_cannot_be_started_is_told_and_tried_again(tmp_path: Path) -> None:
     config = write_config(tmp_path, inner_steps=1_000_000, schedule_sync_every=8)

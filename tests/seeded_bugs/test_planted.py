@@ -105,7 +105,7 @@ def test_planted_bugs_are_killed() -> None:
     """A fresh sample each time; its seed is printed and repeats it. ``make planted`` judges all."""
     command, environment = [sys.executable, "-m", "tests.seeded_bugs", "--jobs", "2"], {**os.environ, "CI": "true"}
     done = subprocess.run(
-        [*command, "--sample", "40"],
+        [*command, "--sample", "24"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

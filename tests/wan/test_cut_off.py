@@ -20,6 +20,7 @@ STEPS = 200
 SOURCE = hasty.homes("test-cut", ann="keep", bob="keep", kim="random")
 
 
+@pytest.mark.long
 def test_who_is_cut_off_says_so_and_ends_with_4_and_the_others_with_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

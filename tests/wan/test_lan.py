@@ -83,6 +83,7 @@ def run_file(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_an_invite_whose_addresses_are_stale_leads_to_a_peer_on_the_same_network(tmp_path: Path) -> None:
     """The founder's machine has another address than when it made the invite. There is no bootstrap and no internet."""
