@@ -60,7 +60,7 @@ lint: $(READY) ## format, lint, types, layers
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-simulate: $(READY) ## 10,000 seeds of the protocol, 1,000 of whole peers, fresh ones of both, every planted bug (half an hour)
+simulate: $(READY) ## 10,000 seeds of the protocol, 1,000 of whole peers, fresh ones of both, every planted bug (an hour and a quarter)
 	@$(BIN)/python -m tests.machine_sim --seeds 0-9999
 	@$(BIN)/python -m tests.machine_sim --fresh 2000
 	@$(BIN)/python -m tests.peer_sim --seeds 0-999

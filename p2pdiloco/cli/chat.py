@@ -11,14 +11,14 @@ import sys
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import FAILED, CommandError
-from p2pdiloco.node.chat import ChatQuestion, Narrator
+from p2pdiloco.cli.errors import FAILED, CommandError, as_command_errors
+from p2pdiloco.node.chat import ChatQuestion, TextGenerator
 from p2pdiloco.training.generation import Sampling
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Answer lines of the standard input until it ends."""
-    narrator, shown, seed = Narrator(), -1, arguments.seed
+    generator, shown, seed = TextGenerator(), -1, arguments.seed
     question = ChatQuestion(
         source=arguments.source,
         state=str(arguments.state),
@@ -26,10 +26,12 @@ async def run(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         tokenizer=arguments.tokenizer,
     )
+    with as_command_errors(ValueError):
+        await asyncio.to_thread(generator.load, question)
     while (prompt := await _typed()) is not None:
         how = Sampling(tokens=arguments.tokens, temperature=arguments.temperature, seed=seed)
         asked = msgspec.structs.replace(question, prompt=prompt, sampling=how)
-        reply = await asyncio.to_thread(narrator.answer, asked)
+        reply = await asyncio.to_thread(generator.answer, asked)
         if reply.error:
             raise CommandError(reply.error, FAILED)
         if reply.step != shown:
@@ -52,4 +54,6 @@ async def _typed() -> str | None:
         finally:
             loop.remove_reader(sys.stdin)
     line = sys.stdin.readline()
+    if not line and sys.stdin.isatty():
+        print()
     return line.rstrip("\n") if line else None

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.node.answering_process import AnsweringProcess, NoAnswerError, answer_lines
 from p2pdiloco.node.results import find_result
-from p2pdiloco.observability.snapshot import BusyError, Reply
+from p2pdiloco.node.worker_process import WorkerError, WorkerProcess, answer_lines
+from p2pdiloco.observability.snapshot import ChatBusyError, ChatReply
 from p2pdiloco.peer.checkpoint import places
-from p2pdiloco.training.generation import Sampling, writer
+from p2pdiloco.training.generation import Sampling, text_generator
 from p2pdiloco.util.errors import UserError
 
 PROGRAM = "p2pdiloco.node.chat"
@@ -30,6 +30,7 @@ ANSWER_S = 120.0
 # Least time between two checkpoints that are written for questions.
 FRESH_S = 30.0
 TOKENS = 120
+NO_CHECKPOINT = "this peer has no checkpoint of its version: it has not got the whole model yet, or see its log"
 
 
 class ChatQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,75 +47,90 @@ class ChatQuestion(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
 
 
-class Narrator:
-    """Continues texts. Keeps the model of the newest version."""
+class TextGenerator:
+    """Text generation by the newest version of a run, whose model is kept until there is another one."""
 
     def __init__(self) -> None:
-        self._write: Callable[[str, Sampling], str] | None = None
-        self._seen: object = None
+        self._generate: Callable[[str, Sampling], str] | None = None
+        # Where the version was found, and the checkpoints that were there.
+        self._folders: tuple[Path, ...] = ()
+        self._seen: list[tuple[str, int]] = []
         self._step = 0
 
-    def answer(self, question: ChatQuestion) -> Reply:
+    def load(self, question: ChatQuestion) -> int:
+        """Load the newest version, if it is another one than before; return its step. Blocks.
+
+        Raises:
+            UserError, ValueError: there is none, or its model cannot be built here.
+            OSError: a file cannot be read.
+        """
+        there = _checkpoints(self._folders)  # before they are read: one that comes meanwhile is read next time
+        if self._generate is None or there != self._seen:
+            result = find_result(question.source, Path(question.state), question.run)
+            made, folders = result.checkpoint, {"model": question.model, "tokenizer": question.tokenizer}
+            self._generate = text_generator(made.manifest, made.theta, **folders)
+            self._seen = there if result.folders == self._folders else _checkpoints(result.folders)
+            self._folders, self._step = result.folders, result.step
+        return self._step
+
+    def answer(self, question: ChatQuestion) -> ChatReply:
         """Return the continuation, or why there is none. Blocks."""
         try:
-            seen = (question.source, question.run, _written(Path(question.source)), _written(Path(question.state)))
-            if self._write is None or seen != self._seen:
-                result = find_result(question.source, Path(question.state), question.run)
-                made = result.checkpoint
-                self._write = writer(made.manifest, made.theta, model=question.model, tokenizer=question.tokenizer)
-                self._seen, self._step = seen, result.step
-            return Reply(text=self._write(question.prompt, question.sampling), step=self._step)
+            step = self.load(question)
+            assert self._generate is not None
+            return ChatReply(text=self._generate(question.prompt, question.sampling), step=step)
         except OSError as error:
-            return Reply(error=f"{error.filename}: {error.strerror}" if error.filename else str(error))
+            return ChatReply(error=f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except (UserError, ValueError) as error:
-            return Reply(error=str(error))
+            return ChatReply(error=str(error))
 
 
-def _written(folder: Path) -> list[tuple[str, int]]:
-    """Return the checkpoints in ``folder``, and when each was written."""
+def _checkpoints(folders: Iterable[Path]) -> list[tuple[str, int]]:
+    """Return the checkpoints in these folders, and when each was written."""
     found = []
-    for path in (path for place in places([folder]) for path in place.glob("state-*.json")):
+    for path in (path for place in places(folders) for path in place.glob("state-*.json")):
         with suppress(FileNotFoundError):  # a newer one has replaced it
             found.append((str(path), path.stat().st_mtime_ns))
     return sorted(found)
 
 
 class Chat:
-    """Answers the page of a node."""
+    """Chat of a node's page with the peer's model."""
 
     def __init__(self, question: ChatQuestion, log_path: Path, save: Callable[[], Awaitable[bool]]) -> None:
         """
         Args:
             question: one without a text.
             log_path: file for what the process that answers prints.
-            save: writes a checkpoint of the peer's state, if that is new.
+            save: writes a checkpoint of the peer's state, if that is new; returns False if it could not.
         """
         self._question = question
         self._save = save
-        self._process = AnsweringProcess(PROGRAM, log_path, ANSWER_S)
+        self._process = WorkerProcess(PROGRAM, log_path, ANSWER_S)
         self._one_at_a_time = asyncio.Lock()
         self._saved_at = -FRESH_S
         self._asked = 0
 
-    async def answer(self, prompt: str) -> Reply:
+    async def answer(self, prompt: str) -> ChatReply:
         """Continue ``prompt`` with the peer's model.
 
         Raises:
-            BusyError: another text is being continued.
+            ChatBusyError: another text is being continued.
         """
         if self._one_at_a_time.locked():
-            raise BusyError
+            raise ChatBusyError
         async with self._one_at_a_time:
             if time.monotonic() - self._saved_at >= FRESH_S:
+                if not await self._save():
+                    return ChatReply(error=NO_CHECKPOINT)
                 self._saved_at = time.monotonic()
-                await self._save()
             self._asked += 1  # asked again, it writes something else
             how = msgspec.structs.replace(self._question.sampling, seed=self._asked)
             question = msgspec.structs.replace(self._question, prompt=prompt, sampling=how)
             try:
-                return msgspec.json.decode(await self._process.ask(msgspec.json.encode(question)), type=Reply)
-            except NoAnswerError as error:
-                return Reply(error=str(error))
+                return msgspec.json.decode(await self._process.ask(msgspec.json.encode(question)), type=ChatReply)
+            except WorkerError as error:
+                return ChatReply(error=str(error))
 
     def close(self) -> None:
         """End the process."""
@@ -122,10 +138,10 @@ class Chat:
 
 
 def main() -> None:
-    """Answer each line of the standard input, a ``ChatQuestion``, by a line with a ``Reply``, until the input ends."""
-    narrator = Narrator()
+    """Answer each line of the standard input, a ``ChatQuestion``, by a line with a ``ChatReply``, until it ends."""
+    generator = TextGenerator()
     answer_lines(
-        "chat", lambda line: msgspec.json.encode(narrator.answer(msgspec.json.decode(line, type=ChatQuestion)))
+        "chat", lambda line: msgspec.json.encode(generator.answer(msgspec.json.decode(line, type=ChatQuestion)))
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.log_reader import LOG, lines
-from p2pdiloco.observability.snapshot import History, Reply, RunSnapshot
+from p2pdiloco.observability.snapshot import ChatReply, History, RunSnapshot
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import read_regular, write_atomically
 from p2pdiloco.util.status_pipe import PageAt, Say
@@ -72,7 +72,7 @@ def split_place(place: str) -> tuple[str, int | None]:
 
 @asynccontextmanager
 async def serve_page(
-    telemetry: Telemetry, folder: Path, place: str, say: Say, chat: Callable[[str], Awaitable[Reply]] | None = None
+    telemetry: Telemetry, folder: Path, place: str, say: Say, chat: Callable[[str], Awaitable[ChatReply]] | None = None
 ) -> AsyncIterator[None]:
     """Serve a node's page while entered, with a ``chat``, if any, and tell the user its address.
 

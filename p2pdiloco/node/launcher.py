@@ -59,6 +59,7 @@ from p2pdiloco.swarm.run_lookup import (
 )
 from p2pdiloco.training.data_sources import tell_sources
 from p2pdiloco.training.export import check_export, default_format
+from p2pdiloco.training.generation import check_generation
 from p2pdiloco.training.learner_options import device_of
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
@@ -97,7 +98,7 @@ async def start(
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
     options = with_own_places(options, config)
-    _check_publishing(config, options)
+    _check_uses(config, options)
     earlier = await asyncio.to_thread(RunStore(options.folder).founded_from, config)
     if earlier is not None:
         with hold(options.folder, earlier):
@@ -347,7 +348,7 @@ def _without_needless_peers(
 
 def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:
     """Check that this machine can hold the model and publish it, and tell the user on which data its learner trains."""
-    _check_publishing(manifest.config, options)
+    _check_uses(manifest.config, options)
     needed = Layout.of(manifest).elements * NODE_BYTES
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     allowed = options.machine.most_memory_bytes
@@ -367,18 +368,15 @@ def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Calla
             say(line)
 
 
-def _check_publishing(config: RunConfig, options: PeerOptions) -> None:
+def _check_uses(config: RunConfig, options: PeerOptions) -> None:
     """Check that the run's model can be published and used as the user wants it.
 
     Raises:
-        ConfigError, ExportError: it cannot.
+        ExportError: it cannot.
     """
     wanted, own = options.publish, options.learner
-    if options.watch.has_chat and config.model.kind == "external":
-        raise ConfigError(
-            f"run {config.name} is trained by training scripts, whose model cannot be built here: leave out --chat; a "
-            "server can load what --publish writes"
-        )
+    if options.watch.has_chat:
+        check_generation(config, own.tokenizer or own.data)
     if wanted is not None:
         check_export(config, wanted.format or default_format(config.model), own.model, own.tokenizer, wanted.like)
 

@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from p2pdiloco.node.answering_process import answer_lines
 from p2pdiloco.node.results import Result, find_result
+from p2pdiloco.node.worker_process import answer_lines
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.training.export import ABOUT, About, Format
 from p2pdiloco.util.errors import UserError

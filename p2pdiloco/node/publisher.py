@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.node.answering_process import AnsweringProcess, NoAnswerError
 from p2pdiloco.node.publication import PROGRAM, Order, Published
+from p2pdiloco.node.worker_process import WorkerError, WorkerProcess
 from p2pdiloco.observability.formatting import duration
 from p2pdiloco.util import logs
 
@@ -71,7 +71,7 @@ class Publisher:
         self._troubles = troubles
         self._command_s = command_s
         self._one_at_a_time = asyncio.Lock()
-        self._process = AnsweringProcess(PROGRAM, log_path, WRITE_S)
+        self._process = WorkerProcess(PROGRAM, log_path, WRITE_S)
         # Mark of the state that was published last, and its publication.
         self._published_mark: int | None = None
         self._published = Published()
@@ -133,7 +133,7 @@ class Publisher:
         """Have the process write a publication."""
         try:
             return msgspec.json.decode(await self._process.ask(msgspec.json.encode(self._order)), type=Published)
-        except NoAnswerError as error:
+        except WorkerError as error:
             return Published(error=str(error))
 
     async def _run_command(self) -> str:

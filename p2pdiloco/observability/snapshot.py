@@ -236,12 +236,12 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """The headlines of peers that joined or left."""
 
 
-class BusyError(Exception):
-    """A text is being continued already."""
+class ChatBusyError(Exception):
+    """The chat is busy with another text."""
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A text and its continuation, by the model at ``step``; or why there is none."""
+class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Reply of a chat: the text and its continuation, by the model at ``step``; or why there is none."""
 
     text: str = ""
     step: int = 0

@@ -40,7 +40,7 @@ from p2pdiloco.observability.connection_limits import (
     client_of,
 )
 from p2pdiloco.observability.prometheus import expose, unhealthy_reason, unready_reason
-from p2pdiloco.observability.snapshot import BusyError, History, Reply, RunSnapshot
+from p2pdiloco.observability.snapshot import ChatBusyError, ChatReply, History, RunSnapshot
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import open_regular, read_regular, write_atomically
 
@@ -89,8 +89,8 @@ class Sight(Protocol):
         """Changes whenever the history does."""
 
 
-class Prompt(msgspec.Struct, frozen=True):
-    """A text to continue."""
+class ChatPrompt(msgspec.Struct, frozen=True):
+    """Prompt of a chat: the text to continue."""
 
     prompt: Annotated[str, msgspec.Meta(max_length=MOST_CHARACTERS)]
 
@@ -102,7 +102,7 @@ class PageServer:
         open_view: returns a client's view for its query. A live peer returns the same view to all.
         port: 0 for any free port.
         token: required unless ``host`` is loopback and there is no chat; see ``new_token``.
-        chat: continues a text with the current model; None: there is no chat. It raises ``BusyError``.
+        chat: continues a text with the current model; None: there is no chat. It raises ``ChatBusyError``.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class PageServer:
         port: int = 0,
         token: str = "",
         limits: PageLimits | None = None,
-        chat: Callable[[str], Awaitable[Reply]] | None = None,
+        chat: Callable[[str], Awaitable[ChatReply]] | None = None,
     ) -> None:
         assert token or (is_loopback(host) and chat is None)
         self._chat = chat
@@ -279,7 +279,7 @@ class PageServer:
         if self._chat is None:
             raise web.HTTPNotFound(text="this peer continues no texts: start it with --chat\n")
         try:
-            asked = msgspec.json.decode(await request.read(), type=Prompt)
+            asked = msgspec.json.decode(await request.read(), type=ChatPrompt)
         except msgspec.DecodeError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         answering = asyncio.ensure_future(self._chat(asked.prompt))
@@ -287,7 +287,7 @@ class PageServer:
             while not (await asyncio.wait({answering}, timeout=TICK_S))[0]:
                 self._connections.of(request).begin_stage()
             return web.Response(body=msgspec.json.encode(answering.result()), content_type="application/json")
-        except BusyError:
+        except ChatBusyError:
             raise web.HTTPTooManyRequests(text="another text is being continued: try again in a moment\n") from None
         finally:
             answering.cancel()

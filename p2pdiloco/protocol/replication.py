@@ -178,7 +178,7 @@ class Replication:
         self.announced: dict[ShardId, tuple[Digest, float]] = {}
         """The newest head of each shard that was reported before its commit came, and when."""
         self.turned_down: set[ShardId] = set()
-        """Shards of which a state was refused since the head moved: no commit that follows it is on the way."""
+        """Shards of which a state was refused, or did not come, since the head moved: no commit is on its way."""
         self.offers: dict[PeerId, dict[ShardId, Head]] = {}
         """While joining: heads that donors reported."""
 

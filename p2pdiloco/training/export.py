@@ -99,6 +99,19 @@ def tensors_of(manifest: Manifest, theta: Tensor) -> dict[str, Tensor]:
     }
 
 
+def check_built(config: RunConfig) -> None:
+    """Check that the run's model can be built here.
+
+    Raises:
+        ExportError: it belongs to a script.
+    """
+    if config.model.kind == "external":
+        raise ExportError(
+            f"the model of run {config.name} is defined by its training scripts: export it with --format safetensors "
+            "and load that into the script's model (p2pdiloco.load_into(model, FOLDER))"
+        )
+
+
 def built(manifest: Manifest, theta: Tensor, base: str | None = None) -> nn.Module:
     """Build the run's model with these parameters: float32 on the CPU, in evaluation mode.
 
@@ -107,11 +120,7 @@ def built(manifest: Manifest, theta: Tensor, base: str | None = None) -> nn.Modu
     Raises:
         ValueError: the model belongs to a script, or cannot be built here.
     """
-    if manifest.config.model.kind == "external":
-        raise ExportError(
-            f"the model of run {manifest.config.name} is defined by its training scripts: export it with --format "
-            "safetensors and load that into the script's model (p2pdiloco.load_into(model, FOLDER))"
-        )
+    check_built(manifest.config)
     model = build(manifest.config.model, manifest.config.seed, manifest.tensors, base)
     flat = FlatParameters(trainable(model), manifest.tensors, Layout.of(manifest))
     flat.copy_from(theta, flat.everything)

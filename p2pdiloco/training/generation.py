@@ -14,9 +14,9 @@ import msgspec
 import torch
 from torch import nn
 
-from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.protocol.manifest import Manifest, RunConfig
 from p2pdiloco.training.dataset_files import PATTERNS
-from p2pdiloco.training.export import ABOUT, About, ExportError, built, check_tokenizer, load_model
+from p2pdiloco.training.export import ABOUT, About, ExportError, built, check_built, check_tokenizer, load_model
 from p2pdiloco.training.huggingface import import_transformers
 from p2pdiloco.training.models import continue_tokens, generate
 from p2pdiloco.training.tokenized_dataset import load_tokenizer
@@ -31,12 +31,26 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+def check_generation(config: RunConfig, tokenizer: str | None) -> bool:
+    """Check that texts can be generated with the run's model, as far as its configuration tells. Return whether it
+    reads tokens.
+
+    Raises:
+        ExportError: they cannot.
+    """
+    check_built(config)
+    reads_tokens = config.model.kind == "huggingface" or config.data.kind in PATTERNS
+    if reads_tokens and tokenizer is None:
+        raise ExportError("the run's model reads tokens: give --tokenizer FOLDER, which holds the run's tokenizer.json")
+    return reads_tokens
+
+
 def continue_with(manifest: Manifest, theta: torch.Tensor, prompt: str, how: Sampling, **places: str | None) -> str:
-    """Return ``prompt`` with the run's model's continuation; arguments and errors as of ``writer``."""
-    return writer(manifest, theta, **places)(prompt, how)
+    """Return ``prompt`` with the run's model's continuation; arguments and errors as of ``text_generator``."""
+    return text_generator(manifest, theta, **places)(prompt, how)
 
 
-def writer(manifest: Manifest, theta: torch.Tensor, **places: str | None) -> Callable[[str, Sampling], str]:
+def text_generator(manifest: Manifest, theta: torch.Tensor, **places: str | None) -> Callable[[str, Sampling], str]:
     """Return a function that continues texts with the run's model, which is built once.
 
     ``places``: ``model``, the folder with the weights that the run's adapters are for, and ``tokenizer``.
@@ -45,9 +59,7 @@ def writer(manifest: Manifest, theta: torch.Tensor, **places: str | None) -> Cal
         ValueError: the model or its tokenizer is missing. The message says what to do.
     """
     kind, data = manifest.config.model.kind, manifest.config.data
-    reads_tokens = kind == "huggingface" or data.kind in PATTERNS
-    if reads_tokens and places.get("tokenizer") is None:
-        raise ExportError("the run's model reads tokens: give --tokenizer FOLDER, which holds the run's tokenizer.json")
+    reads_tokens = check_generation(manifest.config, places.get("tokenizer"))
     model = built(manifest, theta, places.get("model"))
     if not reads_tokens:
         return partial(_bytes, model)

@@ -16,12 +16,12 @@ from benchmarks.watch.shots import crowd
 from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.log_reader import Recording, player
 from p2pdiloco.observability.snapshot import (
-    BusyError,
+    ChatBusyError,
+    ChatReply,
     Headline,
     History,
     OwnWords,
     PeerRow,
-    Reply,
     RunSnapshot,
     Sample,
     Title,
@@ -222,13 +222,13 @@ def test_a_recording_is_right_at_its_beginning_and_at_its_end(tmp_path: Path) ->
 def test_the_model_continues_a_text_and_its_words_stay_words() -> None:
     asked: list[str] = []
 
-    async def chat(prompt: str) -> Reply:
+    async def chat(prompt: str) -> ChatReply:
         asked.append(prompt)
         if len(asked) == 1:
-            return Reply(text=prompt + HOSTILE, step=12)
+            return ChatReply(text=prompt + HOSTILE, step=12)
         if len(asked) == 2:
-            return Reply(error=HOSTILE)
-        raise BusyError
+            return ChatReply(error=HOSTILE)
+        raise ChatBusyError
 
     async def whole() -> None:
         live = Live()

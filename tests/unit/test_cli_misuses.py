@@ -57,6 +57,8 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("watch --events http://127.0.0.1:1", REPAIR, ["http://127.0.0.1:1 is a page already", "name a folder"]),
     ("watch docs --page off", REPAIR, ["--page", "'off' is not a port"]),
     ("watch docs --page 8000", REPAIR, ["no peer has logged anything below docs"]),
+    ("start stdlib-tiny --chat --page off", REPAIR, ["--chat is on the page", "leave out --page off"]),
+    ("chat nobodys", REPAIR, ["nobodys"]),
     ("start", REPAIR, ["CONFIG"]),
     ("join", REPAIR, ["ADDR"]),
     ("fetch", REPAIR, ["INVITE|RUN|ADDR"]),

@@ -23,7 +23,7 @@ from test_observability_history import ANN, BOB, chronicle, commit, progress
 from p2pdiloco.observability import web_server as server_module
 from p2pdiloco.observability.connection_limits import OWN_USER, PageLimits, client_of
 from p2pdiloco.observability.history import RunHistory
-from p2pdiloco.observability.snapshot import BusyError, History, Reply, RunSnapshot
+from p2pdiloco.observability.snapshot import ChatBusyError, ChatReply, History, RunSnapshot
 from p2pdiloco.observability.web_server import PageServer, is_this_machine, kept_token
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -62,7 +62,7 @@ def serving(ask: Ask, host: str = "127.0.0.1", token: str = "", limits: PageLimi
     asyncio.run(whole())
 
 
-def chatting(ask: Ask, chat: Callable[[str], Awaitable[Reply]]) -> None:
+def chatting(ask: Ask, chat: Callable[[str], Awaitable[ChatReply]]) -> None:
     async def whole() -> None:
         shown = Shown()
         server = PageServer(lambda _: shown, token="secret", chat=chat)
@@ -455,8 +455,8 @@ def test_the_page_has_a_small_share_of_the_descriptors() -> None:
     assert PageLimits(connections=3).places() == 3
 
 
-async def echo(prompt: str) -> Reply:
-    return Reply(text=prompt + "!", step=7)
+async def echo(prompt: str) -> ChatReply:
+    return ChatReply(text=prompt + "!", step=7)
 
 
 def test_a_text_is_continued_by_who_has_the_token() -> None:
@@ -497,25 +497,29 @@ def test_where_there_is_no_chat_nothing_is_continued() -> None:
         PageServer(lambda _: Shown(), chat=echo)
 
 
-def test_an_answer_may_take_longer_than_a_request_and_the_next_one_is_told_to_wait() -> None:
+def test_an_answer_may_take_longer_than_a_request_and_the_next_one_is_told_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "TICK_S", 0.05)
+
     async def work() -> None:
         begun, may_end = asyncio.Event(), asyncio.Event()
 
-        async def slow(prompt: str) -> Reply:
+        async def slow(prompt: str) -> ChatReply:
             if begun.is_set():
-                raise BusyError
+                raise ChatBusyError
             begun.set()
             await may_end.wait()
-            return Reply(text=prompt, step=1)
+            return ChatReply(text=prompt, step=1)
 
-        server = PageServer(lambda _: Shown(), token="secret", limits=PageLimits(stage_s=1.5), chat=slow)
+        server = PageServer(lambda _: Shown(), token="secret", limits=PageLimits(stage_s=0.5), chat=slow)
         async with server, aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
             first = asyncio.ensure_future(session.post(at(server, "/chat"), json={"prompt": "a"}))
             await begun.wait()
             async with session.post(at(server, "/chat"), json={"prompt": "b"}) as answer:
                 assert answer.status == 429
                 assert "try again" in await answer.text()
-            await asyncio.sleep(3.0)
+            await asyncio.sleep(1.5)  # three times as long as a stage
             may_end.set()
             assert await (await first).json() == {"text": "a", "step": 1, "error": ""}
 

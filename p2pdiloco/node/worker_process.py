@@ -1,6 +1,7 @@
-"""A process beside the node that answers one line after the other: work with the whole model that no node may wait for.
+"""A worker process beside a node: answers one line after the other, by work with the whole model.
 
-A lack of memory, or a library that fails, then ends that process and not the node. The next line starts another one.
+The node does not wait for it, and a lack of memory, or a library that fails, ends the worker and not the node. The next
+line starts another one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ ANSWER_BYTES = 1 << 20
 LOG_BYTES = 4 << 20
 
 
-class NoAnswerError(Exception):
-    """The process gave no answer. The message says why."""
+class WorkerError(Exception):
+    """A worker gave no answer. The message says why."""
 
 
-class AnsweringProcess:
-    """The node's side. One line may be asked at a time."""
+class WorkerProcess:
+    """A worker process, as its node uses it. One line may be asked at a time."""
 
     def __init__(self, program: str, log_path: Path, most_s: float) -> None:
         """
@@ -48,7 +49,7 @@ class AnsweringProcess:
         """Return the answer to ``line``; start the process first if there is none.
 
         Raises:
-            NoAnswerError: it ended, took too long, or cannot be started.
+            WorkerError: it ended, took too long, or cannot be started.
         """
         try:
             async with asyncio.timeout(self._most_s):
@@ -70,7 +71,7 @@ class AnsweringProcess:
         except OSError as error:
             reason = f"its process cannot be used: {error.strerror or error}"
         self.kill()
-        raise NoAnswerError(reason)
+        raise WorkerError(reason)
 
     async def _start(self) -> asyncio.subprocess.Process:
         """Start the process.
