@@ -49,7 +49,7 @@ def _without_card(files: dict[str, object]) -> dict[str, object]:
 
 @pytest.mark.timeout(300)
 def test_a_follower_publishes_what_export_writes_until_the_end(tmp_path: Path) -> None:
-    config = write_config(tmp_path, inner_steps=24)
+    config = write_config(tmp_path, inner_steps=150)
     folder, told = tmp_path / "published", tmp_path / "told"
     script = tmp_path / "reload.py"
     script.write_text(f"import sys; print(sys.argv[1], file=open({str(told)!r}, 'a'))")
@@ -77,7 +77,7 @@ def test_a_follower_publishes_what_export_writes_until_the_end(tmp_path: Path) -
     newest = latest(folder)
     assert newest is not None
     assert newest == latest(seldom), "the run's end is published, however seldom"
-    assert int(newest.split("-")[1]) == 24
+    assert int(newest.split("-")[1]) == 150
     assert report_of(carol)["digests"] == report_of(ann)["digests"]
     assert main(["export", str(ann.run_folder()), "--out", str(tmp_path / "of-ann")]) == 0
     assert _without_card(contents(tmp_path / "of-ann")) == _without_card(contents(folder / LATEST))
