@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import bench
 from benchmarks.netbed.testbed import Testbed
-from benchmarks.wan.homes import START_S, WORDS, Home, gathered, wait_for
+from benchmarks.wan.homes import START_S, WORDS, Home, HomesError, gathered, wait_for
 from benchmarks.wan.sites import network, on_sigterm
 
 LEAVE_S = 120.0
@@ -190,16 +190,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=90.0, help="duration of a cell")
     options = parser.parse_args()
     on_sigterm()
-    results = {}
+    results, failed = {}, []
     for model, line in itertools.product(options.models, options.lines):
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-thin-") as temporary:
             folder = Path(options.keep or temporary) / f"{model}-{line}"
-            with network(LINES[line].toml(line), is_verified=not LINES[line].mtu) as made:
-                found = measure(made, model, options.seconds, folder)
+            try:
+                with network(LINES[line].toml(line), is_verified=not LINES[line].mtu) as made:
+                    found = measure(made, model, options.seconds, folder)
+            except HomesError as error:  # the other cells are worth having
+                failed.append(f"{model}, {line}: {error}")
+                print(failed[-1], file=sys.stderr, flush=True)
+                continue
         results[f"{model}, {line}"] = found["bob"]
         bench.write(options, "wan/thin", {"model": model, "line": line}, found)
     print(bench.table("cell", COLUMNS, results))
-    return 0
+    for text in failed:
+        print("no row for", text.partition("\n")[0])
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
