@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import signal
 import socket
 import sys
@@ -48,6 +49,9 @@ from p2pdiloco.training.thread_tuning import ThreadChoice
 from p2pdiloco.util import logs
 from p2pdiloco.util.process import be_called, die_with_parent
 from p2pdiloco.wire.learner_ipc import Trouble, Written
+
+# A text for people takes as long as a measurement of the loss, so it is not written with each.
+WRITES_EVERY_S = 10.0
 
 
 class Learner:
@@ -93,6 +97,7 @@ class Learner:
         # Steps of the inner optimizer, including earlier lives.
         self._inner_steps = 0
         self._restore()
+        self._written_at = -math.inf
         # None: torch's number of threads is not changed.
         self._threads = threads
         node.inner_steps, node.has_blocks = self._inner_steps, self._supply.has_blocks
@@ -140,7 +145,9 @@ class Learner:
         found = held_out_loss(
             self.model, self._corpus, config.model.context, config.evaluation.samples, self._device, self._given
         )
-        if config.model.kind == "transformer" and (text := excerpt(self.model, self._corpus, began)):
+        is_due = began - self._written_at >= WRITES_EVERY_S
+        if config.model.kind == "transformer" and is_due and (text := excerpt(self.model, self._corpus, began)):
+            self._written_at = began
             self._node.tell(Written(text=text))
         return found
 

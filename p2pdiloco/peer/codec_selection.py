@@ -11,7 +11,7 @@ Rules of this file:
 2. While the step time or the rate is unknown, the finest codec is used.
 3. Huffman coding is skipped only if the link is known to carry ``FAST_BYTES_PER_S`` (``codec.bitrate_ladder``) to each
    receiver of a commit, because then the CPU limits an exchange. The link's rate is divided by their number, since each
-   may be slow. Huffman coding is also skipped for contributions of this peer to itself.
+   may be slow. Huffman coding is also skipped for contributions of this peer to itself, and while no other is live.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class CodecChoice:
         """Return whether the next payload of ``shard`` is Huffman-coded."""
         if direction == "up" and self._view.next_owner(shard) == self._view.me:
             return False
-        line, receivers = self._line(), min(FAN_OUT, max(1, len(self._view.live)))
-        return line is None or line / receivers < FAST_BYTES_PER_S
+        line, receivers = self._line(), min(FAN_OUT, len(self._view.live))
+        return receivers > 0 and (line is None or line / receivers < FAST_BYTES_PER_S)
 
     def round_s(self) -> float:
         """Return the seconds of a round of the whole model; 0 while no step time is known."""

@@ -319,8 +319,11 @@ class LocalDisk:
         self._write(path, at, parts)
 
     def _write(self, path: Path, at: int | None, parts: Iterable[Buffer]) -> None:
-        make_parent(path)
-        writer = _Writer(path, at)
+        try:
+            writer = _Writer(path, at)
+        except FileNotFoundError:
+            make_parent(path)
+            writer = _Writer(path, at)
         try:
             for part in parts:
                 writer.put(part)
