@@ -132,6 +132,14 @@ NODE_KEEPS: dict[str, Any] = {"feedback": False, "kept": 0.95}
 PLAIN: dict[str, Any] = {"merge": "direct", "outer_rate": 1.0, "outer_momentum": 0.0}
 
 
+def few_fragments() -> list[Setting]:
+    """Fewer fragments: the whole model at once, every 3, 6 and 24 steps."""
+    six, rda = {**ANY_LENGTH, "agreement": True}, {**LINE, "agreement": True}
+    numbers = ((EVERY_THREE, (3, 1)), (six, (6, 2, 1)), (rda, (12, 4, 1)))
+    cells = [{**base, "fragments": p, "learners": 8} for base, several in numbers for p in several]
+    return [as_shipped(**cell, seed=seed) for seed in SEEDS for cell in cells]
+
+
 def sparse() -> list[Setting]:
     """The largest values only, beside int4 and int2, every 24 steps: what is not sent stays with the learner, or with
     its node (also as published, with the plain mean). Sparse both ways every three steps: fewer bytes a step than int4
@@ -160,4 +168,5 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "shorter": shorter,
     "corrections": corrections,
     "sparse": sparse,
+    "few-fragments": few_fragments,
 }

@@ -160,6 +160,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
             budget=budget(config.inner),
         ),
         early_bytes=max(EARLY_BYTES, EARLY_BYTES_PER_PARAMETER * layout.elements),
+        takes_mean=(config.outer.merge, config.outer.learning_rate, config.outer.momentum) == ("direct", 1.0, 0.0),
         is_overwrite=config.outer.adopt == "overwrite",
         evaluation_every=config.evaluation.every,
         log_length=logged(config.schedule),

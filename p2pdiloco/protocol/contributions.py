@@ -11,6 +11,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -22,7 +23,7 @@ from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, HeadChange, SizeOf
 from p2pdiloco.protocol.effects import AdoptStep, Encode, PauseLearner, Snapshot
 from p2pdiloco.protocol.events import Encoded, Mark, ShardState, Snapshotted
 from p2pdiloco.protocol.health import HealthWarnings
-from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Round
 from p2pdiloco.protocol.state import Core, LearnerView
 
@@ -192,14 +193,22 @@ class Ledger:
 # -- Contributions -----------------------------------------------------------------------------------------------------
 
 
+LONE_ROUNDS: Final = 8
+"""Rounds of H steps that a peer alone makes one of,"""
+LONE_S: Final = 10.0
+"""if they take no longer than this: it is what a power failure would cost."""
+
+
 class FragmentRound:
     """State of one fragment's rounds."""
 
-    __slots__ = ("asked_at", "encoding", "is_snapshotting", "missed", "open", "step", "steps", "tokens")
+    __slots__ = ("asked_at", "began_at", "encoding", "is_snapshotting", "missed", "open", "step", "steps", "tokens")
 
     def __init__(self) -> None:
         self.step = 0
         """Global step of the newest round."""
+        self.began_at = -math.inf
+        """Time at which it began."""
         self.open: dict[ShardId, tuple[Digest, float]] = {}
         """Shards with an open round: the head at its opening, and the time of its opening."""
         self.is_snapshotting = False
@@ -275,8 +284,22 @@ class Contributions:
         for fragment in range(len(self.rounds)):
             since = (self.core.step - config.offset(FragmentId(fragment))) % config.sync_every
             due = self.core.step - since
-            if due >= first and due > 0:
+            if due >= first and due > 0 and not self._can_wait(FragmentId(fragment), due):
                 self.open(FragmentId(fragment), due, is_mine=True)
+
+    def _can_wait(self, fragment: FragmentId, step: int) -> bool:
+        """Return whether a round at ``step`` can wait, since it would serve nobody (rule T1d).
+
+        Nobody is there, and nobody else's work is in the chains, so there is no fork that a chain of rarer versions,
+        which counts fewer tokens, could lose to.
+        """
+        core, sync_round = self.core, self.rounds[fragment]
+        if not core.config.takes_mean or core.membership.peers or core.departure or core.end.tokens:
+            return False
+        if step - sync_round.step >= LONE_ROUNDS * core.config.sync_every or core.now - sync_round.began_at >= LONE_S:
+            return False
+        marks = (core.chains[shard].marks for shard in core.config.fragments[fragment])
+        return all(peer_of(learner) == core.config.peer for mark in marks for learner in mark)
 
     def adopt_step(self, claim: int) -> int:
         """Advance to the step ``claim`` that another peer reports, as far as it is plausible; return that step."""
@@ -321,7 +344,7 @@ class Contributions:
         shards = core.config.fragments[fragment]
         if step <= sync_round.step and (step < core.latest_step or sync_round.open.keys() >= set(shards)):
             return False
-        sync_round.step = max(sync_round.step, step)
+        sync_round.step, sync_round.began_at = max(sync_round.step, step), core.now
         if is_mine:
             core.send(core.membership.live, self.announcement(fragment))
         for shard in shards:

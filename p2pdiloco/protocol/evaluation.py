@@ -47,6 +47,8 @@ class Evaluations:
         """The latest losses of each peer that were no jumps."""
         self._jumps: dict[PeerId, int] = {}
         """How many evaluations of a peer in a row are far above its usual ones."""
+        self._rounds = 0
+        """Rounds of H steps that shard 0 has made."""
         self._alarms: dict[PeerId, int] = {}
         """Versions at which peers have first found a jump, until most others have measured, too."""
         self._muted: dict[PeerId, int] = {}
@@ -55,11 +57,12 @@ class Evaluations:
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Have the learner measure shard 0's new version, if an evaluation is due and this peer is selected."""
-        if change.shard != 0 or not isinstance(change.taken, CommitHeader):
+        core, version, every = self.core, change.head.version, self.core.config.evaluation_every
+        if change.shard != 0 or not every:
             return
-        core, version = self.core, change.head.version
-        every = core.config.evaluation_every
-        if not every or version % every or core.learner is None or core.learner.is_idle:
+        before, self._rounds = self._rounds, core.chains[0].step // core.config.sync_every
+        is_due = self._rounds // every > before // every and isinstance(change.taken, CommitHeader)
+        if not is_due or core.learner is None or core.learner.is_idle:
             return
         able = core.participation.participants(change.shard) | {core.config.peer}
         candidates = tuple((peer, 1.0) for peer in sorted(able))

@@ -189,8 +189,8 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # Measured: in an exchange a shard of any size costs a peer 2 ms of processor time. 4 Mi parameters take 1.2 times
     # less in all, but leave a fragment of a model of 60 million parameters with one owner (benchmarks/notes.md).
     max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 21
-    """Maximum size of a shard. A fragment is cut into equal shards, and each shard is merged by one owner. For a small
-    model, reduce it so that every peer owns some shards. Unit: parameters."""
+    """Maximum size of a shard. A fragment is cut into equal shards, and each version of a shard is merged by another
+    peer. Small shards take more CPU time. Unit: parameters."""
     heartbeat_s: Annotated[float, Meta(ge=0.1, le=60.0)] = 1.0
     """Time between two heartbeats of a peer. Beyond 16 peers it grows by itself. A peer that misses three is lost.
     Unit: seconds."""
@@ -249,7 +249,7 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Held-out loss of the global model. Peers take turns in measuring it."""
 
     every: Annotated[int, Meta(ge=0, le=2**40)] = 5
-    """Interval between two measurements, in versions of shard 0. 0: no evaluation. Unit: versions."""
+    """Interval between two measurements, in rounds of ``sync_every`` steps. 0: no evaluation. Unit: rounds."""
     samples: Side = 64
     """Number of held-out samples in a measurement. Unit: samples."""
     shared: bool | UnsetType = UNSET

@@ -101,10 +101,12 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a step, a block and a shard, from the manifest."""
     early_bytes: int = 256 << 20
     """Total size of payloads that may wait for heads that this peer has not reached, over all peers."""
+    takes_mean: bool = False
+    """An outer step takes over the mean of the learners (rate 1, no momentum): of one alone, what it has already."""
     is_overwrite: bool = False
     """Learners take the global parameters on each commit instead of carrying their delta."""
     evaluation_every: int = 0
-    """Versions of shard 0 between evaluations; 0 for none."""
+    """Rounds of H steps between evaluations; 0 for none."""
     weight: float = 1.0
     """Share of ownership that this peer asks for; with 0 it owns only if nobody else may."""
     log_length: int = 32

@@ -147,6 +147,7 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
         total_steps=int((faults_s + HEALING_S) / min(p.step_s for _, p, _ in peers if p.has_learner))
         if ending == "finish"
         else 10**9,
+        takes_mean=Random(f"mean {seed}").random() < 0.5,
         is_overwrite=random.random() < 0.05,
         evaluation_every=random.choice((0, 2)),
         log_length=max(random.choice((16, 32)), int(FORK_S / (sync_every * fastest_s))),

@@ -7,6 +7,7 @@ from stage import SHARD, TOKENS, A, B, C, Stage, bare, life, only, sent, tokens,
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from tests.machine_sim.learner import Copy
 from tests.machine_sim.process import PeerSetting
@@ -36,6 +37,48 @@ def test_everybody_who_hears_of_a_round_adopts_the_step() -> None:
     assert only(stage.announce(B, 8), ef.AdoptStep) == [ef.AdoptStep(8)]
     assert stage.machine.view.step == 8
     assert not only(stage.announce(B, 4), ef.AdoptStep), "never back"
+
+
+def due_alone(stage: Stage, steps: int, seconds: float = 0.0) -> list[int]:
+    """The steps at which a round begins, of so many that take so long together; rounds end at once."""
+    found = []
+    for step in range(stage.steps + 1, stage.steps + 1 + steps):
+        stage.wait(seconds / steps)
+        effects = stage.train(1)
+        found += [step] if only(effects, ef.Snapshot) else []
+        stage.work(effects)
+    return found
+
+
+def test_a_peer_alone_lets_rounds_wait_that_would_serve_nobody() -> None:
+    """T1d: H = 4; nobody would have the version, and the outer step takes over what the learner has."""
+    assert due_alone(Stage(takes_mean=True), 100) == [4, 36, 68, 100]
+    assert due_alone(Stage(takes_mean=True), 16, seconds=80.0) == [4, 8, 12, 16], "not for more than ten seconds"
+    assert due_alone(Stage(takes_mean=False), 12) == [4, 8, 12], "another outer step is not the same for being rarer"
+    assert due_alone(Stage(takes_mean=True, sizes=Sizes(budget=10**6)), 12) == [4, 8, 12], "a budget counts them"
+
+
+def test_rounds_do_not_wait_where_somebody_is_or_was() -> None:
+    """T1d: rarer versions count for less, so a fork of those who were here could win over them."""
+    stage = Stage(takes_mean=True)
+    assert due_alone(stage, 20) == [4]
+    stage.meet(B, phase="following", is_participating=False, weight=0.0)
+    assert due_alone(stage, 8) == [24, 28]
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    assert due_alone(stage, 40) == [60], "it has left nothing here"
+    stage = Stage(B, owners="ba", takes_mean=True)
+    stage.take(stage.commit(tokens(B, 0, 40), step=4))
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    assert due_alone(stage, 12) == [5, 9], "global steps 8 and 12"
+
+
+def test_who_leaves_alone_merges_what_waits() -> None:
+    """T1d, C4a."""
+    stage = Stage(takes_mean=True)
+    assert due_alone(stage, 20) == [4]
+    stage.tell(ev.LeaveRequested("asked to"))
+    stage.work(stage.tell(ev.LearnerPaused(stage.steps, stage.tokens)))
+    assert stage.machine.core.unmerged_tokens() == 0
 
 
 def test_a_step_during_which_others_went_on_does_not_count_twice() -> None:
