@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +33,8 @@ log = logs.get("publish")
 WRITE_S = 3600.0
 # Time for the command after a publication; then it is killed.
 COMMAND_S = 600.0
+# Program that runs the command and ends it, with all that it started, if this process is killed.
+GUARD = "p2pdiloco.util.process"
 # Interval between two looks whether this peer has a state yet.
 LOOK_S = 1.0
 # Keys in ``troubles``.
@@ -140,10 +144,11 @@ class Publisher:
         """Run the command for the newest publication; return why it failed, or "" if it did not."""
         folder = str(Path(self._order.folder, self._published.name))
         told = {"P2PDILOCO_FOLDER": folder, "P2PDILOCO_STEP": str(self._published.step)}
+        if shutil.which(self._command[0]) is None:
+            return f"cannot be started: there is no command {self._command[0]}"
         try:
             process = await asyncio.create_subprocess_exec(
-                *self._command,
-                folder,
+                *(sys.executable, "-P", "-m", GUARD, *self._command, folder),
                 stdin=asyncio.subprocess.DEVNULL,
                 env={**os.environ, **told},
                 start_new_session=True,  # so that all that it has started can be killed

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -76,6 +77,16 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
         os._exit(0)  # the parent died before the request
 
 
+def main() -> None:
+    """Run the command in the arguments as a session's first process. When the parent dies, end the whole session."""
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    die_with_parent()
+    try:
+        sys.exit(subprocess.call(sys.argv[1:]))
+    except OSError as error:
+        sys.exit(f"{sys.argv[1]} cannot be started: {error.strerror}")
+
+
 def be_called(name: str) -> None:
     """Set the name of this process in process lists, at most 15 characters."""
     if sys.platform == "linux":
@@ -131,3 +142,7 @@ def bound_heap() -> None:
             (_M_TRIM_THRESHOLD, _LARGE_BLOCK),
         ):
             set_option(option, value)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -261,6 +261,19 @@ def script(tmp_path: Path, *lines: str) -> str:
     return f"{sys.executable} {path}"
 
 
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def all_ended(pids: Path) -> bool:
+    """Whether the processes whose ids are in a file have ended."""
+    numbers = map(int, pids.read_text().split())
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in numbers)
+
+
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> list[Published]:
     """Answers of the process that writes, which is not started; the last stays."""
@@ -372,16 +385,30 @@ def test_a_command_that_hangs_is_killed_with_all_that_it_started(
         assert "took longer than 2 s and was killed" in peer.troubles[COMMAND_FAILED]
 
     asyncio.run(check())
-    started = [int(pid) for pid in pids.read_text().split()]
-    assert len(started) == 2
-    deadline = time.monotonic() + 20.0
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in started):
-        assert time.monotonic() < deadline, "a process that it has started goes on"
-        time.sleep(0.01)
+    assert len(pids.read_text().split()) == 2
+    wait_for(lambda: all_ended(pids))
+
+
+def command_of_a_node(order: Order, tmp_path: Path, command: str) -> None:
+    asyncio.run(Peer(order, tmp_path, command).publisher.publish())
+
+
+@pytest.mark.heavy
+def test_a_command_ends_with_a_node_that_is_killed(order: Order, tmp_path: Path, in_process: list[Published]) -> None:
+    pids = tmp_path / "pids"
+    command = script(
+        tmp_path, f"os.fork(); print(os.getpid(), file=open({str(pids)!r}, 'a'), flush=True); time.sleep(600)"
+    )
+    node = multiprocessing.get_context("fork").Process(target=command_of_a_node, args=(order, tmp_path, command))
+    node.start()
+    wait_for(lambda: pids.exists() and len(pids.read_text().splitlines()) == 2)
+    node.kill()
+    node.join()
+    wait_for(lambda: all_ended(pids))
 
 
 def test_a_command_that_is_gone_is_told(order: Order, tmp_path: Path, in_process: list[Published]) -> None:
     peer = Peer(order, tmp_path, str(tmp_path / "no-such-program"))
     asyncio.run(peer.publisher.publish())
-    assert "cannot be started: No such file or directory" in peer.troubles[COMMAND_FAILED]
+    assert "cannot be started: there is no command" in peer.troubles[COMMAND_FAILED]
     assert publisher.COMMAND_S > 60
