@@ -30,6 +30,7 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(base)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base, **loading), adapters)
+adapters.save_pretrained("tuned")  # how they are applied: others need it to publish or export them while they train
 end, found = tokenizer.eos_token or "", load_texts(texts, tokenizer=tokenizer)  # the model learns to stop at the end
 tokens = [tokenizer(text + end, truncation=True, max_length=512)["input_ids"] for text in found]
 

@@ -58,7 +58,7 @@ from p2pdiloco.swarm.run_lookup import (
     pick_runs,
 )
 from p2pdiloco.training.data_sources import tell_sources
-from p2pdiloco.training.export import check_export, default_format
+from p2pdiloco.training.export import check_adapters, check_export, default_format
 from p2pdiloco.training.generation import check_generation
 from p2pdiloco.training.learner_options import device_of
 from p2pdiloco.transport.identity import Identity
@@ -349,6 +349,8 @@ def _without_needless_peers(
 def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:
     """Check that this machine can hold the model and publish it, and tell the user on which data its learner trains."""
     _check_uses(manifest.config, options)
+    if (wanted := options.publish) is not None and wanted.format is not None:
+        check_adapters(manifest, wanted.format, wanted.like)
     needed = Layout.of(manifest).elements * NODE_BYTES
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     allowed = options.machine.most_memory_bytes

@@ -44,6 +44,7 @@ from p2pdiloco.training.parameters import (
 )
 from p2pdiloco.training.script_models import (
     ADAPTER_CONFIG,
+    adapter_settings,
     adapter_tensors,
     complete_model,
     find_folder,
@@ -210,6 +211,17 @@ def check_export(config: RunConfig, wanted: Format, base: str | None, tokenizer:
         _writer(config.model, wanted)
     if tokenizer is not None:
         _check_used_tokenizer(config, tokenizer)
+
+
+def check_adapters(manifest: Manifest, wanted: Format, like: str | None) -> None:
+    """Check that it is known how a script's adapters are applied, if this format needs that.
+
+    Raises:
+        ArchitectureError: it is not.
+    """
+    is_scripts = manifest.config.model.kind == "external" and wanted != "safetensors"
+    if is_scripts and has_adapters(spec.name for spec in manifest.tensors):
+        adapter_settings(like)
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------

@@ -265,14 +265,7 @@ def _read_adapter(
         raise ArchitectureError(
             f"the run trained several adapters ({', '.join(names)}), which is not supported. {BY_HAND}"
         )
-    folder = None if like is None else find_folder(like, "--like")
-    if folder is None or not (folder / ADAPTER_CONFIG).is_file():
-        raise ArchitectureError(
-            "the run trained adapters (LoRA) and does not record how they are applied: give --like FOLDER, with their "
-            f"{ADAPTER_CONFIG}{'' if like is None else f' ({like} has none)'}, and --model FOLDER, with the weights "
-            "that they are for. In the script, model.save_pretrained(FOLDER) writes that file; for an adapter that is "
-            "not named default it is in FOLDER/NAME"
-        )
+    folder = adapter_settings(like)
     try:
         settings = peft.PeftConfig.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -293,6 +286,23 @@ def _read_adapter(
     if not given:
         raise ArchitectureError("give --model FOLDER, with the model that the run's adapters (LoRA) are for")
     return names[0], _named_as_peft(tensors), settings, find_folder(given, "--model")
+
+
+def adapter_settings(like: str | None) -> Path:
+    """Return the folder with the adapters' adapter_config.json.
+
+    Raises:
+        ArchitectureError: there is none.
+    """
+    folder = None if like is None else find_folder(like, "--like")
+    if folder is None or not (folder / ADAPTER_CONFIG).is_file():
+        raise ArchitectureError(
+            "the run trained adapters (LoRA) and does not record how they are applied: give --like FOLDER, with their "
+            f"{ADAPTER_CONFIG}{'' if like is None else f' ({like} has none)'}, and --model FOLDER, with the weights "
+            "that they are for. In the script, model.save_pretrained(FOLDER) writes that file; for an adapter that is "
+            "not named default it is in FOLDER/NAME"
+        )
+    return folder
 
 
 def _named_as_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,9 +28,12 @@ from p2pdiloco.node import publication, publisher
 from p2pdiloco.node.publication import LATEST, Order, PublicationError, Published, hold, latest, publish, sweep
 from p2pdiloco.node.publisher import COMMAND_FAILED, FAILED, Publisher
 from p2pdiloco.node.results import Result, find_result
-from p2pdiloco.protocol.ids import Digest, RunId
+from p2pdiloco.node.run_creation import make_manifest
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId
+from p2pdiloco.protocol.manifest import ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.swarm.run_index import folder_of
-from p2pdiloco.training.export import ABOUT, About, load_model
+from p2pdiloco.training.export import ABOUT, About, check_adapters, load_model
+from p2pdiloco.training.huggingface import ArchitectureError
 from p2pdiloco.util.files import LOCAL
 
 KILLS = 12
@@ -225,6 +228,18 @@ def test_a_folder_of_another_run_or_process_is_refused(order: Order, tmp_path: P
         pass
     sweep(tmp_path / "mine")
     assert (tmp_path / "mine" / LATEST).is_dir()
+
+
+def test_how_adapters_are_applied_must_be_known_before_the_peer_starts(tmp_path: Path) -> None:
+    config = RunConfig(name="tune", model=ModelConfig(kind="external"), schedule=ScheduleConfig(fragments=1))
+    adapter = ("base_model.model.q_proj.lora_A.default.weight", torch.nn.Parameter(torch.ones(4, 4)))
+    manifest, _, _ = make_manifest(config, PeerId("founder"), [(adapter[0], adapter[1].shape, False)], [adapter])
+    check_adapters(manifest, "safetensors", None)
+    for like in (None, str(tmp_path)):
+        with pytest.raises(ArchitectureError, match="does not record how they are applied: give --like FOLDER"):
+            check_adapters(manifest, "peft", like)
+    (tmp_path / "adapter_config.json").touch()
+    check_adapters(manifest, "peft", str(tmp_path))
 
 
 # -- the node's side ---------------------------------------------------------------------------------------------------
