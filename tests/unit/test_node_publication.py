@@ -9,10 +9,11 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -176,6 +177,113 @@ def test_whoever_is_killed_leaves_a_whole_version(order: Order) -> None:
             assert not [name for name in os.listdir(folder) if name.endswith(".part")]
         assert check_whole(folder) == step
     assert halves, "nobody was killed in the middle"
+
+
+PUBLICATIONS = 1000
+AT_ONCE = 40
+SPARE = 4
+
+
+def live(order: Order, tmp_path: Path, result: Result, first: int, command: str) -> None:
+    """A node that publishes one version after the other until it is killed."""
+
+    async def publish_each() -> None:
+        peer = Peer(order, tmp_path, command)
+        for step in count(first):
+            publication.find_result = lambda *_, step=step: at_step(result, step)  # type: ignore[assignment]
+            peer.mark = step
+            await peer.publisher.publish()
+
+    async def write(publisher: Publisher) -> Published:
+        return publication._answer(publisher._order)
+
+    Publisher._write = write  # type: ignore[method-assign]
+    asyncio.run(publish_each())
+
+
+def load_all(folder: Path) -> None:
+    """A server that loads the newest version again and again."""
+    newest = 0
+    while True:
+        name = latest(folder)
+        assert name is not None
+        try:
+            step = msgspec.json.decode((folder / name / ABOUT).read_bytes(), type=About).step
+            values = torch.cat([p.flatten() for p in load_model(folder / name).parameters()])
+        except (OSError, ValueError):
+            assert not (folder / name).exists(), "it cannot be loaded, and was not removed meanwhile"
+            continue
+        assert step == 0 or bool((values == step).all())
+        assert step >= newest
+        newest = step
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_thousand_versions_are_whole_whoever_is_killed(order: Order, tmp_path: Path) -> None:
+    """Node, server and command are killed again and again; the folder's size stays bounded."""
+    folder, random_s = Path(order.folder), random.Random(7)
+    order = msgspec.structs.replace(order, keep=SPARE)
+    result = find_result(order.state, Path(order.state), order.run)
+    context, step, killed = multiprocessing.get_context("fork"), 0, 0
+    publish(order)
+    one = sum(path.stat().st_size for path in (folder / LATEST).iterdir())
+    server = context.Process(target=load_all, args=(folder,), daemon=True)
+    server.start()
+    while step < PUBLICATIONS:
+        command = "sh -c 'kill -9 $$'" if killed % 5 == 4 else ""
+        node = context.Process(target=live, args=(order, tmp_path, result, step + 1, command), daemon=True)
+        node.start()
+        goal = step + (3 if command else AT_ONCE)
+        while int(str(latest(folder)).split("-")[1]) < goal:
+            assert node.is_alive()
+            assert server.is_alive(), "the server found a version that is not whole"
+            time.sleep(0.001)
+        time.sleep(random_s.uniform(0.0, 0.03))
+        node.kill()
+        node.join()
+        killed += 1
+        step = check_whole(folder)
+        assert step >= goal
+        assert len(publications(folder)) <= SPARE + 1
+        assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= (SPARE + 3) * one
+        if killed % 4 == 0:
+            server.kill()
+            server.join()
+            server = context.Process(target=load_all, args=(folder,), daemon=True)
+            server.start()
+        with hold(folder, order.run):
+            assert not [name for name in os.listdir(folder) if name.endswith(".part")]
+    assert server.is_alive()
+    server.kill()
+    server.join()
+    assert killed > PUBLICATIONS // AT_ONCE
+
+
+@pytest.mark.long
+def test_a_full_file_system_leaves_the_newest_version(order: Order, steps: list[int]) -> None:
+    folder = Path(order.folder)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    if subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
+        pytest.skip("needs root: mounts a small file system")
+    try:
+        publish(order)
+        filler = folder / "filler"
+        with suppress(OSError), open(filler, "wb") as file:
+            while True:
+                file.write(bytes(4096))
+                file.flush()
+        for spare in (0, 4096, 8192):
+            os.truncate(filler, filler.stat().st_size - spare)
+            steps.append(steps[-1] + 1)
+            with pytest.raises(OSError, match="No space"):
+                publish(order)
+            assert check_whole(folder) == 1
+        filler.unlink()
+        publish(order)
+        assert check_whole(folder) == steps[-1]
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 @contextmanager
