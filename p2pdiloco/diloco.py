@@ -584,16 +584,20 @@ class DiLoCo(SwarmView):
         tokens = script_arguments.whole("tokens", tokens, 0, script_arguments.MOST_TOKENS)
         self._tally.count(tokens, None if loss is None else script_arguments.loss(loss))
 
-    def report(self, loss: float | Tensor) -> None:
+    def report(self, loss: float | Tensor | None = None, *, reward: float | None = None) -> None:
         """Report the loss for status and metrics, if ``count`` does not.
 
         Args:
             loss: As for ``count``.
+            reward: Mean reward of the latest completions, in reinforcement learning.
 
         Raises:
             DiLoCoError: It is something else.
         """
-        self._tally.report(script_arguments.loss(loss))
+        if loss is not None:
+            self._tally.report(script_arguments.loss(loss))
+        if reward is not None and self._link is not None:
+            self._link.reward = float(script_arguments.loss(reward))
 
     def wait(self) -> bool:
         """Wait until a step may be made: ``while outer.wait():`` is the loop of a script that stays to the end of its

@@ -104,6 +104,9 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
             f"{s.tokens_per_second:>10,.0f}{share:>8.1%}{s.bytes_up / 1e6:>9.1f}"
             f"{s.overhead_s / spent:>10.1%}{s.node_cpu_s / spent:>10.1%}"
         )
+    for s in peers:
+        if s.reward is not None:
+            print(f"  {short(s.peer)} reward {s.reward:.3f}")
     for sentence in approached(peers):
         print(f"  {sentence}")
     for s in peers:

@@ -46,8 +46,9 @@ _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "inpu
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy here
     """Joins or creates the run when training begins, stops training when the run is complete, and leaves.
 
-    The Trainer's logs, and so TensorBoard and W&B, get the figures of ``DiLoCo.swarm`` as ``swarm/...``. The loss that
-    the Trainer logs is reported to the run. Tokens are counted from the size of the model's inputs (padding included).
+    The Trainer's logs, and so TensorBoard and W&B, get the figures of ``DiLoCo.swarm`` as ``swarm/...``. The loss and
+    the reward that the Trainer logs are reported to the run. Tokens are counted from the size of the model's inputs
+    (padding included).
     ``load_best_model_at_end`` is switched off, because it would put an earlier model into the run. Each training needs
     a new callback and another run, also each fold of a cross-validation.
     """
@@ -136,10 +137,11 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self.outer.count(inputs.numel() if not inputs.is_floating_point() else inputs.shape[:2].numel())
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Report the loss, and add the run's figures to the logs."""
-        loss = (kwargs.get("logs") or {}).get("loss")
+        """Report the loss, and TRL's reward, and add the run's figures to the logs."""
+        logs = kwargs.get("logs") or {}
+        loss, reward = logs.get("loss"), logs.get("reward")
         if self.outer is not None and loss is not None:
-            self.outer.report(float(loss))
+            self.outer.report(float(loss), reward=None if reward is None else float(reward))
             figures = {f"swarm/{name}": value for name, value in self.outer.swarm.items()}
             kwargs["logs"].update(figures)
             state.log_history[-1].update(figures)

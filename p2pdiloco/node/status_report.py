@@ -53,6 +53,7 @@ class StatusReporter:
             tokens_merged=_tokens_merged(peer),
             tokens_per_second=peer.metrics.tokens_per_second,
             train_loss=peer.metrics.loss,
+            reward=peer.metrics.reward,
             held_out_loss=None if evaluation is None else evaluation.loss,
             held_out_step=0 if evaluation is None else evaluation.step,
             bytes_up=self.sent_bytes(),

@@ -267,6 +267,7 @@ class Telemetry:
                 tokens_per_s=status.tokens_per_second,
                 swarm_tokens_per_s=sum(rates),
                 train_loss=finite(status.train_loss),
+                reward=finite(status.reward),
                 held_out_loss=finite(status.held_out_loss),
                 held_out_step=status.held_out_step,
             ),

@@ -42,6 +42,8 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
     swarm_tokens_per_s: float = 0.0
     """Rate of this peer, plus the rates that other peers report."""
     train_loss: float | None = None
+    reward: float | None = None
+    """Latest reward that this peer's script has reported."""
     held_out_loss: float | None = None
     held_out_step: int = 0
 

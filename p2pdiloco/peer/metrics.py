@@ -45,6 +45,7 @@ class Metrics:
         self._progress_at = 0.0
         # Smoothed training loss.
         self.loss: float | None = None
+        self.reward: float | None = None
         self.tokens_per_second = 0.0
         self.blocked_s = 0.0
         self.overhead_s = 0.0
@@ -130,6 +131,7 @@ class Metrics:
         if is_first:
             self._cpu_began_s = time.process_time()
         self.node_cpu_s = time.process_time() - self._cpu_began_s
+        self.reward = progress.reward
         if progress.loss is not None:
             self.loss = progress.loss if self.loss is None else self.loss + SMOOTHING * (progress.loss - self.loss)
         self.tokens_per_second = (
@@ -158,6 +160,8 @@ def progress_fields(status: PeerStatus) -> dict[str, object]:
     fields: dict[str, object] = {"step": status.step, "of": status.total_steps}
     if status.train_loss is not None:
         fields["loss"] = round(status.train_loss, 3)
+    if status.reward is not None:
+        fields["reward"] = round(status.reward, 3)
     if status.held_out_loss is not None:
         fields |= {"held_out": round(status.held_out_loss, 3), "held_out_step": status.held_out_step}
     if status.tokens_per_second:

@@ -264,6 +264,8 @@ class NodeLink:
         # When the last step ended (``time.perf_counter``); None: the learner paused or rested since, or made none.
         self._stepped_at: float | None = None
         self._health = Health()
+        # Latest reward that the script has reported.
+        self.reward: float | None = None
 
     # ------------------------------------------------------------------------------------------------ to the node
 
@@ -289,6 +291,7 @@ class NodeLink:
             steps=self.counts.steps,
             tokens=self.counts.tokens,
             loss=loss,
+            reward=self.reward,
             step_time_s=step_time_s,
             blocked_s=self._node.channel.blocked_s,
             overhead_s=self.counts.overhead_s,

@@ -154,6 +154,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why this peer's learner cannot contribute; empty if it can."""
     first_batches: Annotated[tuple[Annotated[str, Meta(max_length=16)], ...], Meta(max_length=4)] = ()
     """Digests of the first batches of a training script, so that peers notice if theirs are the same."""
+    reward: float | None = None
+    """Latest reward that the script has reported, in reinforcement learning."""
 
 
 class CommitParts(NamedTuple):

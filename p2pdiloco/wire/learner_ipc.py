@@ -148,6 +148,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     shared vectors, evaluations, saves, messages, waiting. Pauses and rests do not count."""
     blocked_s: float
     """The part of ``overhead_s`` in which socket calls blocked the training thread. Must be 0."""
+    reward: float | None = None
+    """Latest reward that a script has reported."""
 
 
 class BlockFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):

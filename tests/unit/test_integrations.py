@@ -129,8 +129,8 @@ class Swarmed(Outer):
 
     def record_batch(self, batch: Any) -> None: ...
 
-    def report(self, loss: float) -> None:
-        self.loss = loss
+    def report(self, loss: float, *, reward: float | None = None) -> None:
+        self.loss, self.reward = loss, reward
 
 
 @pytest.mark.heavy
@@ -161,6 +161,9 @@ def test_the_swarms_figures_are_in_the_trainers_logs_before_others_report_them(m
     expected = {"loss": 3.0, "swarm/loss": 1.5, "swarm/peers": 2.0}
     assert reported == [expected], "as TensorBoard's and W&B's callbacks, which the Trainer puts before its users'"
     assert state.log_history == [expected]
+    assert (callback.outer.loss, callback.outer.reward) == (3.0, None)
+    handler.on_log(args, state, transformers.TrainerControl(), {"loss": 2.0, "reward": 0.25})
+    assert (callback.outer.loss, callback.outer.reward) == (2.0, 0.25), "as TRL's GRPO logs it"
     own = integration.DiLoCoCallback(run="story", total_steps=5, share_data=False)
     own.on_train_begin(args, state, transformers.TrainerControl(), model=model, optimizer=optimizer)
     assert Swarmed.made[-1]["total_steps"] == 5

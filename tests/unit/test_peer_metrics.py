@@ -63,6 +63,14 @@ def test_a_follower_has_no_loss() -> None:
     assert "held_out" not in fields
 
 
+def test_a_reward_is_shown_if_the_script_reports_one(tmp_path: Path) -> None:
+    with Metrics(tmp_path / "metrics.jsonl") as metrics:
+        metrics.progress(msgspec.structs.replace(progress(1, 100), reward=0.25), step=1, sent_bytes=0)
+        assert metrics.reward == 0.25
+    assert progress_fields(msgspec.structs.replace(STATUS, reward=0.25))["reward"] == 0.25
+    assert "reward" not in progress_fields(STATUS)
+
+
 def test_who_does_not_train_has_no_rate() -> None:
     assert "tokens_per_s" not in progress_fields(msgspec.structs.replace(STATUS, tokens_per_second=0.0))
 
