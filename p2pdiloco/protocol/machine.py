@@ -69,6 +69,8 @@ def check_work(core: Core, aggregation: Aggregation, contributions: Contribution
             assert base == core.head(shard).id, "a round is over when the head moves"
     for waiting in replication.orphans.waiting.values():
         assert len(waiting) <= core.config.log_length
+    for chain in core.chains:
+        assert chain.shard in replication.asked or ("asked", chain.shard) not in core.alarms
     for early in aggregation.early:
         assert len(early) <= len(core.membership.peers) + 1
 

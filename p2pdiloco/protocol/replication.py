@@ -427,7 +427,8 @@ class Replication:
             self._end_request(shard)
 
     def _end_request(self, shard: ShardId) -> None:
-        del self.asked[shard]
+        """Forget a request, or a fetch; of two fetches, the first may end after the second, and after a request."""
+        self.asked.pop(shard, None)
         for topic in ("asked", "other"):
             self.core.alarms.cancel((topic, shard))
 
@@ -485,7 +486,7 @@ class Replication:
             self.on_fetch_failed(shard, peer, problem)
             return
         self._record_delivery(shard, peer)
-        self.asked.pop(shard, None)
+        self._end_request(shard)
         if shard in self.applying:
             self.staged[shard] = state
         else:
@@ -518,7 +519,7 @@ class Replication:
     def on_fetch_failed(self, shard: ShardId, peer: PeerId | None, reason: str) -> None:
         """Try another donor, since this one did not deliver."""
         self.core.note("info", "fetch", f"shard {shard} from {peer}: {reason}")
-        self.asked.pop(shard, None)
+        self._end_request(shard)
         if peer is not None and peer in self.offers:
             self.offers[peer].pop(shard, None)
         self.turned_down.add(shard)

@@ -288,6 +288,22 @@ def test_if_its_own_head_is_not_in_the_donors_log_it_downloads_the_shards_state(
     assert stage.head() == theirs
 
 
+def test_of_two_downloads_the_second_may_end_after_commits_were_asked_for() -> None:
+    """A3b, A3d: that request is over then, too, with its alarm."""
+    stage = Stage(B, C)
+    theirs = heavy(stage.head())
+    stage.announce(B, 4, theirs)
+    stage.wait(1.0)
+    assert only(stage.hear(B, msg.FetchAdvised(SHARD, theirs)), ef.Fetch)
+    stage.hear_in_turn(B, stage.commit(tokens(B, 0, 40)))
+    assert only(stage.tell(ev.Failed("apply", SHARD, None, "another digest")), ef.Fetch), "the second"
+    stage.tell(ev.Failed("fetch", SHARD, B, "gone"))
+    stage.announce(C, 8, theirs)
+    assert sent(stage.wait(3.0), msg.CommitsRequest)
+    stage.tell(ev.Failed("fetch", SHARD, C, "gone"))
+    assert SHARD not in stage.machine.replication.asked
+
+
 def test_advice_that_was_not_asked_for_is_ignored() -> None:
     """A3b: nobody can make a peer download."""
     stage = Stage(B, C)
