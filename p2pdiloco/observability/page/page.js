@@ -74,8 +74,8 @@ function show() {
   say("steps", `step ${c.step.toLocaleString("en")}` + (c.total_steps && done != null ? ` of ${c.total_steps.toLocaleString("en")}` : ""));
   say("left", c.left_s != null && !isOver() ? ` · ${duration(c.left_s)} left` : "");
   say("loss", loss(c.held_out_loss));
-  say("loss-more", c.held_out_loss == null ? "not measured yet" : isOver() ? `last measured at step ${c.held_out_step.toLocaleString("en")}` : `at step ${c.held_out_step.toLocaleString("en")} · training ${loss(c.train_loss)}`);
-  if (c.reward != null) say("loss-more", `training ${loss(c.train_loss)} · reward ${loss(c.reward)}`);
+  const measured = c.held_out_loss == null ? "not measured yet" : isOver() ? `last measured at step ${c.held_out_step.toLocaleString("en")}` : `at step ${c.held_out_step.toLocaleString("en")} · training ${loss(c.train_loss)}`;
+  say("loss-more", c.reward == null ? measured : `${measured} · reward ${loss(c.reward)}`);
   say("merged", amount(c.tokens_merged));
   const mine = p.peers.find((row) => row.is_me);
   say("share", mine && mine.share > 0 ? `this machine contributed ${percent(mine.share)}` : "this machine has contributed nothing yet");
