@@ -7,9 +7,10 @@ payloads, sparse ones, primal averaging, penalties) is implemented here for comp
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from p2pdiloco.codec import compression, merge, outer_optimizer, quantization
 from p2pdiloco.codec.agreement import AgreementHistory
 from p2pdiloco.codec.formats import CHUNK, FORMATS
 from p2pdiloco.protocol.ids import ShardId
-from p2pdiloco.protocol.manifest import Codec, Layout, TensorSpec
+from p2pdiloco.protocol.manifest import Codec, Layout, MergeRule, TensorSpec
 
 
 class Parcel(NamedTuple):
@@ -32,6 +33,29 @@ class Parcel(NamedTuple):
     values: Tensor
     """What it decodes to, float32 [elements]."""
     bytes: float
+
+
+class Contributions(NamedTuple):
+    """What a merge is made of: equally long lists."""
+
+    givers: list[int]
+    """Learners, in increasing order, or groups."""
+    gradients: list[merge.Gradient]
+    weights: list[float]
+    steps: list[int]
+
+    def add(self, giver: int, gradient: merge.Gradient, weight: float, steps: int) -> None:
+        """Append one."""
+        self.givers.append(giver)
+        self.gradients.append(gradient)
+        self.weights.append(weight)
+        self.steps.append(steps)
+
+    def by_group(self, size: int) -> Iterator[tuple[int, Contributions]]:
+        """Yield each group of ``size`` successive learners with its contributions."""
+        every = zip(*self, strict=True)
+        for group, rows in itertools.groupby(every, lambda row: row[0] // size):
+            yield group, Contributions(*map(list, zip(*rows, strict=True)))
 
 
 def pack(codec: str, x: Tensor) -> Parcel:
@@ -83,8 +107,8 @@ class Exchange:
         self._owners: dict[ShardId, int] = {}
         """Who made each shard's last step."""
         self._draws = random.Random(f"owners {setting.seed}")
-        self._agreement = AgreementHistory()
-        """As if one peer owned all shards."""
+        self._agreements = [AgreementHistory() for _ in range(1 + setting.groups)]
+        """By level (``_merge``), as if one peer owned all shards, and one collected all of a group's contributions."""
         self.lowered = 0
         """Contributions that weighed less because most others disagreed."""
         self.given = 0
@@ -138,17 +162,8 @@ class Exchange:
         if self._setting.penalty:
             norms = [v.norm() for v in gradients]
             weights = [weight * math.exp(min(norms) - norm) for weight, norm in zip(weights, norms, strict=True)]
-        if self._setting.bounded:
-            factors = self._factors(learners, gradients, shard) if self._setting.agreement else None
-            merge.merge(rule, gradients, weights, steps, self._setting.sync_every, merged, factors)
-            norms = [v.norm() for v in gradients]
-            counted = merge.counted_lengths(norms, steps, self._setting.sync_every)
-            self.given += len(norms)
-            self.shortened += sum(c < n for c, n in zip(counted, norms, strict=True))
-        elif rule == "rda":
-            merge.radial_directional(gradients, weights, merged)
-        else:
-            merge.direct_mean(gradients, weights, merged)
+        given = Contributions(list(learners), list(gradients), list(weights), list(steps))
+        self._merge(rule, shard, self._by_group(rule, shard, given) if self._setting.groups > 1 else given, merged)
         if self._setting.spectrum != 1.0:
             self._flatten(span, merged)
         owner = 0 if self._setting.owners == "one" else self._draws.randrange(self._setting.learners)
@@ -173,8 +188,37 @@ class Exchange:
         )
         return change
 
-    def _factors(self, learners: Sequence[int], gradients: Sequence[merge.Gradient], shard: int) -> list[float] | None:
-        found = self._agreement.judge(list(map(str, learners)), gradients, shard).factors
+    def _merge(self, rule: MergeRule, shard: ShardId, given: Contributions, out: Tensor, level: int = 0) -> None:
+        """Merge into ``out``. ``level``: 0 for the merge that is committed, else the group's number from 1."""
+        gradients, weights, steps = given.gradients, given.weights, given.steps
+        if self._setting.bounded:
+            factors = self._factors(given.givers, gradients, shard, level) if self._setting.agreement else None
+            merge.merge(rule, gradients, weights, steps, self._setting.sync_every, out, factors)
+            norms = [v.norm() for v in gradients]
+            counted = merge.counted_lengths(norms, steps, self._setting.sync_every)
+            self.given += len(norms)
+            self.shortened += sum(c < n for c, n in zip(counted, norms, strict=True))
+        elif rule == "rda":
+            merge.radial_directional(gradients, weights, out)
+        else:
+            merge.direct_mean(gradients, weights, out)
+
+    def _by_group(self, rule: MergeRule, shard: ShardId, given: Contributions) -> Contributions:
+        """Merge each group's contributions, and return what the groups send: each with the sum of its members' weights
+        and the most steps of a member."""
+        size = self._setting.learners // self._setting.groups
+        found = Contributions([], [], [], [])
+        for group, mine in given.by_group(size):
+            merged = torch.empty(mine.gradients[0].elements)
+            self._merge(rule, shard, mine, merged, 1 + group)
+            sent = pack(self._setting.up, merged).gradient
+            found.add(group, sent, sum(mine.weights), max(mine.steps))
+        return found
+
+    def _factors(
+        self, learners: Sequence[int], gradients: Sequence[merge.Gradient], shard: int, level: int
+    ) -> list[float] | None:
+        found = self._agreements[level].judge(list(map(str, learners)), gradients, shard).factors
         self.lowered += sum(per_cent < 100 for per_cent in found)
         return [per_cent / 100 for per_cent in found] or None
 

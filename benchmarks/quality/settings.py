@@ -77,6 +77,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """The power that the singular values of the blocks' matrices are taken to in a merged step, which stays as long as
     it is; 0: all become equal, as in Muon's step."""
     merge: MergeRule = "rda"
+    groups: int = 1
+    """Learners are in so many groups of equal size. Each group's contributions are merged, and quantized as a
+    contribution is; then the groups' merges are merged by the same rule, and quantized as a commit. 1: one merge of all
+    contributions (shipped)."""
     heading: str = ""
     """How contributions that differ in direction from the outer momentum are turned, as "heloco@0.3"
     (``headings.py``); empty: not at all (shipped)."""
@@ -120,6 +124,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.batch % self.learners:
             raise ValueError(f"batch = {self.batch} cannot be shared by {self.learners} learners")
+        if self.learners % self.groups:
+            raise ValueError(f"{self.learners} learners cannot be in {self.groups} groups of equal size")
         if self.base and self.inner != "adamw":
             raise ValueError("fine-tuning is by AdamW")
         if self.sends_momentum and (self.inner != "muon" or self.base or self.outer_momentum or self.outer_rate != 1.0):

@@ -395,6 +395,34 @@ def test_a_longer_contribution_weighs_less_with_the_penalty() -> None:
     assert torch.allclose(change[:2], weights * torch.tensor([1.0, 3.0]), atol=1e-6)
 
 
+def of_four(moves: Tensor, **changes: Any) -> Tensor:
+    """Return the change by a commit, after four learners have moved by the rows of ``moves``."""
+    exchange = of_two(learners=4, **changes)
+    parcels = [exchange.contribute(ShardId(0), row) for row in moves]
+    return exchange.commit(ShardId(0), [0, 1, 2, 3], [one.gradient for one in parcels], [1.0, 1.0, 1.0, 3.0], [1] * 4)
+
+
+def test_without_codecs_and_bounds_the_mean_of_groups_is_the_mean_of_all() -> None:
+    moves = torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
+    flat, grouped = of_four(moves), of_four(moves, groups=2)
+    assert torch.allclose(flat, (torch.tensor([1.0, 1.0, 1.0, 3.0]) @ moves) / 6.0, atol=1e-5)
+    assert torch.allclose(grouped, flat, atol=1e-5)
+    with pytest.raises(ValueError, match="equal size"):
+        of_four(moves, groups=3)
+
+
+def test_a_groups_merge_is_bounded_and_quantized_as_a_contribution_is() -> None:
+    """Of four learners that agree, one moves a hundred times as far: its group of two counts with its own rule."""
+    moves = torch.ones(4, 1000) + 0.1 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(1))
+    moves[3] *= 100.0
+    rounded = of_four(moves, groups=2, up="int4")
+    assert float((rounded - of_four(moves, groups=2)).norm()) > 1.0
+    bounded = of_four(moves, groups=2, bounded=True)
+    first = moves[:2].mean(0)
+    second = (moves[2] + 1.5 * moves[2].norm() / moves[3].norm() * moves[3]) / 2.0
+    assert torch.allclose(bounded, (first + second) / 2.0, rtol=1e-3)
+
+
 def test_byte_pairs_stand_for_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it is cut, and where it is not ASCII."""
     words = " ".join(f"word{i % 40} \u00e9t\u00e9" for i in range(6000)).encode()
