@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from benchmarks.quality import questions
-from benchmarks.quality.bases import BASE, MUON, RDA, SEEDS, UNEVEN
+from benchmarks.quality.bases import BASE, MUON, RDA, SEEDS, UNEVEN, as_shipped
 from benchmarks.quality.settings import Setting
 
 
@@ -117,6 +118,47 @@ def people() -> list[Setting]:
     return [_muon(), *waited, *speeds[:2], *rest[:1], speeds[2], *rest[1:]]
 
 
+ALONE: dict[str, Any] = {"method": "parallel", "learners": 1, "bounded": False, "correction": False}
+CROWD_STEPS = 480
+"""The longest run for which the mean every three steps ships."""
+
+
+def crowd() -> list[Setting]:
+    """Many learners in one merge, and in groups whose merges are merged: with 64 windows a step however many learners
+    there are, and with four windows for each learner; data parallel with as many windows, also in fewer steps, from
+    which token efficiency is read. RDA every 24 steps in twice the steps."""
+
+    def parallel(batch: int) -> list[Setting]:
+        shape = {**questions.LINE, **ALONE, "batch": batch}
+        return [
+            as_shipped(**shape, steps=steps, learning_rate=rate, warmup=min(96, steps // 5))
+            for steps in (CROWD_STEPS, CROWD_STEPS // 2, CROWD_STEPS // 4)
+            for rate in (16e-3, 32e-3, 24e-3)
+        ]
+
+    def learners(batch: int, m: int, groups: Sequence[int], seed: int = 1) -> list[Setting]:
+        shape = {"batch": batch, "steps": CROWD_STEPS, "learners": m, "seed": seed}
+        return [as_shipped(**questions.EVERY_THREE, **shape, groups=g) for g in groups]
+
+    def seldom(m: int, groups: Sequence[int], seed: int = 1) -> list[Setting]:
+        shape = {**questions.LINE, "agreement": True, "steps": 2 * CROWD_STEPS, "learners": m, "seed": seed}
+        return [as_shipped(**shape, groups=g) for g in groups]
+
+    return [
+        *learners(64, 16, (1, 4)),
+        *parallel(64),
+        *learners(64, 64, (1, 8)),
+        *learners(64, 32, (1, 4)),
+        *(cell for seed in SEEDS[1:] for cell in learners(64, 16, (1, 4), seed)),
+        *seldom(16, (1, 4)),
+        *learners(256, 64, (1,)),
+        *parallel(256),
+        *learners(128, 32, (1,)),
+        *parallel(128),
+        *(cell for seed in SEEDS[1:] for cell in seldom(16, (1, 4), seed)),
+    ]
+
+
 SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "inner": inner,
     "seeds": seeds,
@@ -127,6 +169,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "batches": batches,
     "muon": muon,
     "gain": gain,
+    "crowd": crowd,
     **questions.SWEEPS,
 }
 

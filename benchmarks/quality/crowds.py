@@ -1,0 +1,132 @@
+"""What many learners are good for: the sweep ``crowd``, a law of token efficiency, and what the laws say beyond it.
+
+    python -m benchmarks.quality.crowds
+
+1. *Token efficiency* of M learners is the share of their tokens after which data parallel has the same loss
+   (``claims``). M learners are worth M times that many machines: those that data parallel would need for the same loss
+   in the same time, if its line were no limit.
+2. Its law is efficiency = exp(-a (M / 8)^b ((H + 2) / 8)^c (N / 100,000)^d), by least squares on the logarithms of
+   -ln(efficiency), from the rows of ``law.SIZES`` and ``claims``. Steps are not in it: in longer runs the gap is
+   smaller, but the loss falls more slowly, too.
+3. The sweep ``crowd`` is in neither law: what the laws say of it is a test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from benchmarks.quality import law, runner, sweeps
+from benchmarks.quality.claims import Cells, Claim, claims, halves, measured
+from benchmarks.quality.report import by_seed, seedless, spread
+from benchmarks.quality.settings import Setting
+
+NAMES = {"direct": "mean, H = 3", "rda": "RDA, H = 24"}
+FAR_LEARNERS = (8, 16, 32, 64, 256, 1024)
+FAR_STEPS = (2_000, 10_000, 100_000)
+FAR_SIZES = (80_112, 2_755_008)
+PARAMETERS = {size.width: size.parameters for size in (*law.SIZES, law.HELD_BACK)}
+
+
+class Efficiency(NamedTuple):
+    """Law of token efficiency: -ln at M = 8, H = 6 and 100,000 parameters, and three exponents."""
+
+    loss_at_reference: float
+    learners: float
+    sync_every: float
+    size: float
+
+    def of(self, learners: int, sync_every: int, parameters: float) -> float:
+        """Return the token efficiency, as a share."""
+        found = self.loss_at_reference * (learners / 8) ** self.learners
+        return math.exp(-found * ((sync_every + 2) / 8) ** self.sync_every * (parameters / 1e5) ** self.size)
+
+
+def fit(rows: Iterable[tuple[Setting, float]]) -> Efficiency:
+    """Return the law that fits best to the token efficiencies, in per cent, of these settings."""
+    columns, values = [], []
+    for one, share in rows:
+        logarithms = (one.learners / 8, (one.sync_every + 2) / 8, PARAMETERS[one.width] / 1e5)
+        columns.append([1.0, *map(math.log, logarithms)])
+        values.append(math.log(-math.log(share / 100)))
+    reference, *exponents = map(float, np.linalg.lstsq(np.array(columns), np.array(values), rcond=None)[0])
+    return Efficiency(math.exp(reference), *exponents)
+
+
+def efficiencies(found: Cells) -> list[tuple[Setting, float]]:
+    """Return the mean token efficiency of each row that the law is fitted to, in per cent."""
+    of_sizes = (law.claims(size) for size in law.SIZES)
+    rows = [*itertools.chain.from_iterable(of_sizes), *(one for one in claims() if one.setting.inner == "muon")]
+    rows = [one for one in rows if one.setting.learners > 1 and one.setting.decay_share]
+    shares = ((one.setting, measured(found, one).get("token_efficiency") or [100.0]) for one in rows)
+    return [(setting, mean) for setting, share in shares if (mean := statistics.fmean(share)) < 100.0]
+
+
+def crowd_lines(found: Cells, efficiency: Efficiency) -> Iterator[str]:
+    """Yield a row for each cell of the sweep with several learners that was run."""
+    yield "| windows, steps | M | rule | seeds | to data parallel, % | token efficiency, % (law) | groups to flat, % |"
+    yield "|---|---|---|---|---|---|---|"
+    for setting in dict.fromkeys(map(seedless, sweeps.crowd())):
+        if setting.method == "parallel" or setting not in found:
+            continue
+        row = measured(found, Claim("", setting))
+        flat = found.get(_flat(setting), {}) if setting.groups > 1 else {}
+        pairs = ((halves(runs)[1], halves(flat[seed])[1]) for seed, runs in found[setting].items() if seed in flat)
+        to_flat = [100.0 * (grouped / one - 1.0) for grouped, one in pairs]
+        shape = f"{setting.batch}, {setting.steps} | {setting.learners}"
+        shape += f" ({setting.groups} groups)" if setting.groups > 1 else ""
+        known = efficiency.of(setting.learners, setting.sync_every, PARAMETERS[setting.width])
+        share = _shown(row["token_efficiency"], ".0f") + f" ({100 * known:.0f})"
+        gaps = (_shown(row["to_parallel"], "+.1f"), share, _shown(to_flat, "+.2f"))
+        yield f"| {shape} | {NAMES[setting.merge]} | {len(row['seeds'])} | {' | '.join(gaps)} |"
+
+
+def _flat(setting: Setting) -> Setting:
+    return msgspec.structs.replace(setting, groups=1)
+
+
+def _shown(values: list[float], form: str) -> str:
+    return spread(values, form) if values else "-"
+
+
+def far_lines(laws: dict[str, law.Law], efficiency: Efficiency) -> Iterator[str]:
+    """Yield what the laws say of ``FAR_LEARNERS``: the gap in per cent by steps, and what so many are worth."""
+    for parameters, (rule, sync_every) in itertools.product(FAR_SIZES, (("mean", 3), ("RDA", 24))):
+        yield f"\n{parameters:,} parameters, {rule}, H = {sync_every}"
+        yield f"| M | {' | '.join(f'gap, {steps:,} steps, %' for steps in FAR_STEPS)} | token efficiency, % | worth |"
+        yield f"|---|{'---|' * len(FAR_STEPS)}---|---|"
+        for m in FAR_LEARNERS:
+            gaps = [laws[rule].gap(law.Point(parameters, steps, m, sync_every, 0.0)) for steps in FAR_STEPS]
+            share = efficiency.of(m, sync_every, parameters)
+            yield f"| {m} | {' | '.join(f'{gap:.3g}' for gap in gaps)} | {100 * share:.2g} | {m * share:.2g} machines |"
+
+
+def main() -> None:
+    """Print all tables."""
+    found = by_seed(runner.rows())
+    points = efficiencies(found)
+    efficiency = fit(points)
+    yields = [-math.log(share / 100) for _, share in points]
+    known = [-math.log(efficiency.of(s.learners, s.sync_every, PARAMETERS[s.width])) for s, _ in points]
+    error = statistics.pstdev(math.log(a / b) for a, b in zip(yields, known, strict=True))
+    print("\n".join(crowd_lines(found, efficiency)))
+    print(f"\ntoken efficiency, {len(points)} points, -ln off by {100 * error:.0f} %: {efficiency}")
+    rows = [one for size in law.sizes(law.SIZES[-1].parameters) for one in law.claims(size)]
+    rows += [one for size in law.equal(law.SIZES[-1].parameters) for one in law.claims(size, [law.EIGHT])]
+    laws = {}
+    for name, merge in law.LAWS.items():
+        fitted = law.fit(law.points(found, (row for row in rows if row.setting.merge == merge)))
+        assert fitted is not None
+        laws[name] = fitted
+        print(f"gap, {name}: {fitted}")
+    print("\n".join(far_lines(laws, efficiency)))
+
+
+if __name__ == "__main__":
+    main()
