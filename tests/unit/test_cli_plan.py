@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.scale import plans
 from p2pdiloco.cli.main import main
+from p2pdiloco.cli.plan import describe_loss
 from p2pdiloco.planner import CODECS, PeerLines, Wanted, advise, exchange_s, make_plan
 
 SMALL = Wanted(
@@ -71,11 +72,25 @@ def test_a_fragment_of_one_shard_is_sent_to_all_by_one_owner() -> None:
 def test_the_command_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "stdlib-tiny", "--peers", "4", "--up", "1mbit", "--step-time", "1"]
     assert main(words) == 0
-    assert "rounds kept" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "rounds kept" in told
+    assert "4 learners are worth 3" in told
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["parameters"] > 100_000
     assert found["advice"]["sync_every"] >= 6
+
+
+def test_what_training_apart_costs_is_said_with_how_far_it_was_measured() -> None:
+    """At the law's reference, by hand; a crowd is never worth less than one learner alone."""
+    at_reference = Wanted(**msgspec.structs.asdict(SMALL) | {"fragments": ((100_000,),), "peers": 8, "sync_every": 6})
+    loss, measured = describe_loss(7.7, at_reference)
+    assert "roughly 7.7 % above one machine with the same tokens, which needs 61 % of them" in loss
+    assert loss.endswith("8 learners are worth 4.9 machines")
+    assert "4,000 steps" in measured
+    assert "beyond that extrapolated" in measured
+    (crowd, _) = describe_loss(60.0, msgspec.structs.replace(at_reference, peers=1024))
+    assert crowd.endswith("1024 learners are worth 1 machines")
 
 
 @pytest.mark.parametrize(
