@@ -1,6 +1,8 @@
 """Simulator's network against real peers: both over throttled lines with the same settings.
 
     python -m benchmarks.scale.calibration --json FILE [--peers 16] [--up 2mbit] [--down 4mbit] [--seconds 150]
+    python -m benchmarks.scale.calibration --json FILE --peers 64 --followers 48 --up 50mbit --down 300mbit
+        --round-trip-ms 100 --jitter-ms 10 --step-s 4 --overlap 2 --fragments 24 --parameters 2400000
 
 1. Both sides run the protocol's state machine with the same manifest. Real peers are node processes in the sites of a
    throttled network, with learners that wait instead of computing (calibration_peer.py); simulated ones share uplinks.
@@ -49,7 +51,7 @@ from tests.machine_sim.transcript import Transcript
 from tests.machine_sim.world import World
 
 WARM_UP_S = 30.0
-"""Until every fragment has had a round."""
+"""Least time until counting begins; every fragment has had a round by then (``warm_up_s``)."""
 DRAIN_S = 15.0
 PATIENCE_S = 240.0
 MEASURED_BYTES = 16
@@ -114,7 +116,7 @@ def real(options: argparse.Namespace, config: line.Message) -> dict[str, float]:
             made.rewind()
             time.sleep(2.0)
             peers.ask("go")
-            time.sleep(WARM_UP_S)
+            time.sleep(warm_up_s(options))
             before = peers.ask("bytes")
             time.sleep(options.seconds)
             after = peers.ask("bytes")
@@ -124,7 +126,7 @@ def real(options: argparse.Namespace, config: line.Message) -> dict[str, float]:
             kill_inside([made.site(i) for i in range(options.peers)])
     rates = [(b["sent"] - a["sent"]) / (b["at"] - a["at"]) for a, b in zip(before, after, strict=True)]
     return {
-        **figures(seen, before[0]["at"], after[0]["at"]),
+        **figures(seen, before[0]["at"], after[0]["at"], options.peers),
         "bytes_per_s": statistics.fmean(rates),
         "payload": seen.payload_bytes / max(1, seen.payloads),
         "sent_again": sum(b["sent_again"] - a["sent_again"] for a, b in zip(before, after, strict=True))
@@ -156,7 +158,7 @@ def simulated(options: argparse.Namespace, payload: float) -> dict[str, float]:
     base = protocol_config(manifest, PeerOptions(folder=Path("/nowhere")), names[0])
 
     def make_config(name: PeerId, setting: PeerSetting) -> ProtocolConfig:
-        return msgspec.structs.replace(base, peer=name)
+        return msgspec.structs.replace(base, peer=name, expects_learner=setting.has_learner)
 
     fragment_of = [f for f, shards in enumerate(base.fragments) for _ in shards]
     watcher = Watcher(fragment_of)
@@ -176,9 +178,10 @@ def simulated(options: argparse.Namespace, payload: float) -> dict[str, float]:
             tokens_per_step=TOKENS,
             payload_bytes=round(payload),
             state_bytes=1000,
+            has_learner=i < options.peers - options.followers,
         )
         world.add(name, setting, at=options.step_s * i / options.peers, is_founder=i == 0)
-    begin = 10.0 + WARM_UP_S
+    begin = 10.0 + warm_up_s(options)
     world.run_until(begin)
     network = world.network
     network.is_measured, messages = True, network.messages
@@ -187,7 +190,7 @@ def simulated(options: argparse.Namespace, payload: float) -> dict[str, float]:
     sent += (network.messages - messages) * (PACKET_BYTES - MEASURED_BYTES)
     world.run_until(begin + options.seconds + DRAIN_S)
     return {
-        **figures(watcher.seen, begin, begin + options.seconds),
+        **figures(watcher.seen, begin, begin + options.seconds, options.peers),
         "bytes_per_s": sent / options.seconds / options.peers,
         "violations": len(world.checks.violations),
     }
@@ -196,17 +199,24 @@ def simulated(options: argparse.Namespace, payload: float) -> dict[str, float]:
 # -- both --------------------------------------------------------------------------------------------------------------
 
 
+def warm_up_s(options: argparse.Namespace) -> float:
+    """Seconds of steps before anything is counted."""
+    return max(WARM_UP_S, 1.25 * float(options.sync_every * options.step_s))
+
+
 def toml_of(options: argparse.Namespace) -> str:
     """The network: a shipped one, or equal lines and paths."""
     if options.topology:
         return find_topology(options.topology).read_text(encoding="utf-8")
     pairs = {(a, b): options.round_trip_ms for a in range(options.peers) for b in range(a + 1, options.peers)}
-    return sites.topology_toml("calibration", [(options.up, options.down)] * options.peers, pairs)
+    text = sites.topology_toml("calibration", [(options.up, options.down)] * options.peers, pairs)
+    path = f"round_trip_ms = {options.round_trip_ms:g}\njitter_ms = {options.jitter_ms:g}"
+    return text.replace("[defaults]", f"[defaults]\n{path}")
 
 
 def config_of(options: argparse.Namespace) -> line.Message:
     """What all peers are told."""
-    names = ("peers", "parameters", "fragments", "max_shard", "sync_every", "overlap", "step_s", "jitter")
+    names = ("peers", "followers", "parameters", "fragments", "max_shard", "sync_every", "overlap", "step_s", "jitter")
     found = {name: getattr(options, name) for name in names} | {"codec": "int4", "merge": "rda"}
     site = parse_topology(toml_of(options)).sites[0]
     for name, rate in (("up_budget", site.up_bps), ("down_budget", site.down_bps)):
@@ -228,7 +238,11 @@ COLUMNS: list[bench.Column] = [
     ("to a peer, s", "taken_s", ".2f"),
     ("to all, s", "taken_by_all_s", ".2f"),
     ("9 of 10 to all, s", "taken_by_all_90_s", ".2f"),
+    ("half of the peers, s", "t50_s", ".2f"),
+    ("99 % of the peers, s", "t99_s", ".2f"),
+    ("forks", "forks", ".0f"),
     ("kB/s a peer", "kilobytes", ".1f"),
+    ("kB a version and peer", "version_kilobytes", ".1f"),
 ]
 
 
@@ -242,6 +256,8 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--up-budget", type=float, help="--up of each peer, as a share of the line (default: learned)")
     parser.add_argument("--down-budget", type=float, help="--down of each peer, as a share of the line (default: none)")
     parser.add_argument("--round-trip-ms", type=float, default=40.0, help="round trip between two sites")
+    parser.add_argument("--jitter-ms", type=float, default=0.0, help="largest deviation of a one-way delay")
+    parser.add_argument("--followers", type=int, default=0, help="peers, the last ones, that have no learner")
     parser.add_argument("--parameters", type=int, default=1_200_000, help="parameters of the model")
     parser.add_argument("--fragments", type=int, default=12, help="number of fragments (P)")
     parser.add_argument("--max-shard", type=int, default=1 << 20, help="largest shard, in parameters")
@@ -253,7 +269,10 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="seed of the simulation")
     parser.add_argument("--verified", action="store_true", help="measure all lines first (takes minutes)")
     parser.add_argument("--payload", type=float, help="only simulate, with payloads of this many bytes")
-    return parser.parse_args(argv)
+    found = parser.parse_args(argv)
+    if not 0 <= found.followers < found.peers:
+        parser.error(f"--followers {found.followers}: at least one of {found.peers} peers has a learner")
+    return found
 
 
 def main() -> int:
@@ -271,6 +290,7 @@ def main() -> int:
     rounds = given.seconds / given.step_s / given.sync_every * shards_of(config)
     for one in rows.values():
         one["kilobytes"], one["rounds_kept"] = one["bytes_per_s"] / 1e3, one["versions"] / rounds
+        one["version_kilobytes"] = one["kilobytes"] * given.seconds / max(1, one["versions"])
     print(bench.table("", COLUMNS, rows))
     print({name: {key: round(value, 3) for key, value in one.items()} for name, one in rows.items()})
     if given.payload is not None:
@@ -278,7 +298,7 @@ def main() -> int:
     wrong = {
         title: rows["simulated"][key] / rows["real"][key] - 1
         for title, key, _ in COLUMNS
-        if abs(rows["simulated"][key] / rows["real"][key] - 1) > ALLOWED
+        if rows["real"][key] and abs(rows["simulated"][key] / rows["real"][key] - 1) > ALLOWED
     }
     told = ", ".join(f"{title} {error:+.0%}" for title, error in wrong.items())
     print(f"off by more than {ALLOWED:.0%}: {told}" if wrong else f"all within {ALLOWED:.0%}")

@@ -23,6 +23,7 @@ from benchmarks.scale.sightings import Sightings
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import ExchangePeer, StandIn, block_of, run_of, until
 from p2pdiloco.discovery.directory import Directory
+from p2pdiloco.node.node import Node
 from p2pdiloco.node.telemetry import MachineStepped
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol.manifest import ScheduleConfig
@@ -84,6 +85,13 @@ class CalibrationPeer(ExchangePeer):
     config: line.Message
     seen: Sightings
 
+    def begin(self) -> None:
+        """As a follower, without a learner."""
+        if not self.options.is_follower:
+            return super().begin()
+        self.events.subscribe(MachineStepped, self._on_step)
+        return Node.begin(self)
+
     def make_stand_in(self) -> SteppingStandIn:
         return SteppingStandIn(self, self.config)
 
@@ -117,7 +125,8 @@ async def serve(config: line.Message, parent: Connection) -> None:
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
     budgets = {"up_bytes_per_s": config["up_budget"] or "auto", "down_bytes_per_s": config["down_budget"]}
     line_options = LinkOptions(listen=(f"/ip4/{config['host']}/tcp/0",), **budgets)
-    options = PeerOptions(folder=Path(config["folder"]), link=line_options)
+    follows = config["index"] >= config["peers"] - config["followers"]
+    options = PeerOptions(folder=Path(config["folder"]), link=line_options, is_follower=follows)
     async with CalibrationPeer.open(manifest, options, identity, nowhere, initial) as peer:
         del initial
         peer.config, peer.seen = config, Sightings()
@@ -133,9 +142,13 @@ async def _obeyed(peer: CalibrationPeer, config: line.Message, command: line.Mes
             addresses = command["addresses"]
             for address in addresses[: config["index"]]:
                 await peer.transport.dial(address, timeout_s=60.0)
-            membership = peer.peer.machine.core.membership
-            await until(lambda: len(membership.participating) == len(addresses) - 1, "the peers see each other")
-        case "go":
+            membership, follows = peer.peer.machine.core.membership, peer.options.is_follower
+            others, learners = len(addresses) - 1, len(addresses) - config["followers"] - (not follows)
+            await until(
+                lambda: len(membership.live) == others and len(membership.participating) == learners,
+                "the peers see each other",
+            )
+        case "go" if not peer.options.is_follower:
             assert isinstance(peer.stand_in, SteppingStandIn)
             peer.host.spawn(peer.stand_in.step(), name="steps")
         case "told":

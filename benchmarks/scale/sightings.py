@@ -7,6 +7,7 @@ merges these files.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 
@@ -26,6 +27,8 @@ class Sighting(msgspec.Struct):
     contributors: int
     steps: float
     """Of a contributor, in the mean."""
+    version: tuple[int, int]
+    """Shard and number."""
     made_at: float | None = None
     """By its owner."""
     taken_at: list[float] = []
@@ -60,6 +63,7 @@ class Sightings(msgspec.Struct):
                             header.step,
                             len(givers),
                             sum(one.steps for one in givers) / max(1, len(givers)),
+                            (header.shard, header.version),
                         ),
                     )
                     if header.owner == peer:
@@ -87,9 +91,11 @@ def gather(seen: Iterable[Sightings]) -> Sightings:
     return found
 
 
-def figures(seen: Sightings, begin: float, end: float) -> dict[str, float]:
-    """Return figures of the rounds that were announced from ``begin`` to ``end``, in seconds."""
+def figures(seen: Sightings, begin: float, end: float, peers: int) -> dict[str, float]:
+    """Return figures of the rounds that were announced from ``begin`` to ``end``, in seconds. ``t50_s`` and ``t99_s``:
+    from the making of a commit until so many per cent of all ``peers`` have applied it; infinite if they never have."""
     made, taken, last, contributors, steps = [], [], [], [], []
+    versions, spread = set[tuple[int, int]](), {0.5: list[float](), 0.99: list[float]()}
     for commit in seen.commits.values():
         at = seen.rounds.get(f"{commit.fragment} {commit.step}")
         if at is None or not begin <= at < end or commit.made_at is None:
@@ -99,6 +105,11 @@ def figures(seen: Sightings, begin: float, end: float) -> dict[str, float]:
         last.append(max(commit.taken_at, default=commit.made_at) - at)
         contributors.append(commit.contributors)
         steps.append(commit.steps)
+        versions.add(commit.version)
+        times = sorted(when - commit.made_at for when in commit.taken_at)
+        for share, found in spread.items():
+            needed = math.ceil(share * peers)
+            found.append(times[needed - 1] if needed <= len(times) else math.inf)
     return {
         "versions": len(made),
         "contributors": statistics.fmean(contributors),
@@ -106,5 +117,8 @@ def figures(seen: Sightings, begin: float, end: float) -> dict[str, float]:
         "made_s": statistics.median(made),
         "taken_s": statistics.median(taken),
         "taken_by_all_s": statistics.median(last),
+        "t50_s": statistics.median(spread[0.5]),
+        "t99_s": statistics.median(spread[0.99]),
+        "forks": len(made) - len(versions),
         "taken_by_all_90_s": sorted(last)[int(0.9 * len(last))],
     }

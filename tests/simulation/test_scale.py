@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from random import Random
 
@@ -9,6 +10,7 @@ import pytest
 
 from benchmarks.scale import calibration, goodput, regions
 from benchmarks.scale.islands import CHIPS, DATA_PARALLEL, ELASTIC, Constants, Island, row, worst
+from benchmarks.scale.sightings import Sighting, Sightings, figures
 from benchmarks.scale.worlds import make_islands, make_world, measure
 
 
@@ -75,5 +77,30 @@ def test_a_simulated_calibration_says_what_its_lines_must_say() -> None:
     alone_s = 45_000 * 8 / 4e6
     assert alone_s < found["made_s"] < 2.0
     assert found["made_s"] + 45_000 * 8 / 2e6 < found["taken_by_all_s"] < 3.0
+    assert found["forks"] == 0
+    assert found["t50_s"] <= found["t99_s"] < found["taken_by_all_s"] - found["made_s"] + 0.5
     exchanged = 2 * 0.75 * 45_000 / 2  # a contribution and a commit, three of four times to somebody else, every 2 s
     assert exchanged < found["bytes_per_s"] < 1.2 * exchanged
+
+
+def test_followers_of_a_calibration_take_commits_and_contribute_nothing() -> None:
+    words = ["--peers", "6", "--followers", "4", "--seconds", "48", "--jitter-ms", "5"]
+    found = calibration.simulated(calibration.options(words), payload=45_000)
+    assert (found["violations"], found["forks"]) == (0, 0)
+    assert 1.9 < found["contributors"] <= 2.0
+    assert found["t50_s"] < found["t99_s"] < 3.0
+    with pytest.raises(SystemExit):
+        calibration.options(["--peers", "4", "--followers", "4"])
+
+
+def test_a_commit_that_too_few_have_is_never_everywhere() -> None:
+    """And two commits of one version are a fork."""
+    seen = Sightings(rounds={"0 1": 10.0})
+    for name, taken in (("a", [10.5, 11.0, 11.5, 12.0]), ("b", [10.5])):
+        seen.commits[name] = Sighting(0, 1, 4, 24.0, (0, 1), 10.5, taken)
+    found = figures(seen, 0.0, 20.0, 4)
+    assert found["forks"] == 1
+    assert found["t50_s"] == found["t99_s"] == math.inf
+    del seen.commits["b"]
+    found = figures(seen, 0.0, 20.0, 4)
+    assert (found["forks"], found["t50_s"], found["t99_s"]) == (0, 0.5, 1.5)
