@@ -264,6 +264,14 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
 
     has_started = pass_time(world, START_MOST_S, f"{title}, start", have_all_started, 0.1)
     start_s, start_cpu_s = world.now, time.process_time() - began_s
+    if options.starts:
+        return {
+            "shards": options.shards,
+            "start_s": round(start_s, 3) if has_started else None,
+            "connections_most": max(len(process.links) for process in world.processes.values()),
+            "violations": len(checks.violations),
+            "start_cpu_s": round(start_cpu_s, 3),
+        }
     if options.churn:
         swarm.begin_churn()
     pass_time(world, world.now + WARM_S, f"{title}, warm-up", lambda: False)
@@ -321,6 +329,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--unreachable", type=float, default=0.0, help="share of pairs that connect over relays only")
     parser.add_argument("--no-relays", action="store_true", help="these pairs never connect")
     parser.add_argument("--told-lines", action="store_true", help="relays know their lines at once, as with --up")
+    parser.add_argument("--starts", action="store_true", help="end as soon as all peers train")
     parser.add_argument("--liars", type=float, default=0.0, help="share of peers that pass no commit on")
     found = parser.parse_args(argv)
     if min(found.peers) < 2:

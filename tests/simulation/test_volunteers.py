@@ -36,6 +36,12 @@ def test_a_commit_takes_what_its_bytes_need_on_an_idle_line(peers: int, tmp_path
     assert 1.0 <= found["bytes_most_over_mean"] < peers
 
 
+def test_a_start_alone_is_measured_until_all_train() -> None:
+    found = measure(8, options([*TINY, "--starts"]))
+    assert (found["violations"], found["connections_most"]) == (0, 7)
+    assert 0.0 < (found["start_s"] or 0.0) < 3.0
+
+
 def test_volunteers_that_come_and_go_are_counted_while_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(volunteers, "SESSION_S", 200.0)
     found = measure(8, options([*TINY, "--seconds", "96", "--churn", "--mixed", "--unreachable", "0.1"]))
