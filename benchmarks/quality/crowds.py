@@ -8,7 +8,10 @@
 2. Its law is efficiency = exp(-a (M / 8)^b ((H + 2) / 8)^c (N / 100,000)^d), by least squares on the logarithms of
    -ln(efficiency), from the rows of ``law.SIZES`` and ``claims``. Steps are not in it: in longer runs the gap is
    smaller, but the loss falls more slowly, too.
-3. The sweep ``crowd`` is in neither law: what the laws say of it is a test.
+3. Neither the rows of ``law.equal``, which vary in steps alone, nor the sweep ``crowd`` are in the law of token
+   efficiency: what it says of them is a test.
+4. One learner alone has its part of the tokens. So a token efficiency below 1 / M, which the law has for many learners,
+   means no more than that they are worth one machine.
 """
 
 from __future__ import annotations
@@ -95,6 +98,24 @@ def _shown(values: list[float], form: str) -> str:
     return spread(values, form) if values else "-"
 
 
+def check_lines(found: Cells, efficiency: Efficiency) -> Iterator[str]:
+    """Yield the token efficiency of ``law.EIGHT`` learners by size and steps, and that of the law."""
+    steps_of = [steps for steps in law.STEPS if steps > min(law.STEPS)]
+    yield f"\n| parameters, rule | {' | '.join(f'{steps:,} steps' for steps in steps_of)} | law |"
+    yield f"|---|{'---|' * len(steps_of)}---|"
+    shares: dict[tuple[int, int, str], dict[int, str]] = {}
+    for size in law.equal(law.HELD_BACK.parameters):
+        for row in law.claims(size, [law.EIGHT]) if size.data == "same" else ():
+            key = (size.parameters, row.setting.sync_every, row.setting.merge)
+            share = measured(found, row).get("token_efficiency")
+            shares.setdefault(key, {})[size.steps] = _shown(share or [], ".0f")
+    for (parameters, sync_every, merge), by_steps in shares.items():
+        if set(by_steps.values()) != {"-"}:
+            cells = " | ".join(by_steps[steps] for steps in steps_of)
+            law_share = 100 * efficiency.of(law.EIGHT, sync_every, parameters)
+            yield f"| {parameters:,}, {merge}, H = {sync_every} | {cells} | {law_share:.0f} |"
+
+
 def far_lines(laws: dict[str, law.Law], efficiency: Efficiency) -> Iterator[str]:
     """Yield what the laws say of ``FAR_LEARNERS``: the gap in per cent by steps, and what so many are worth."""
     for parameters, (rule, sync_every) in itertools.product(FAR_SIZES, (("mean", 3), ("RDA", 24))):
@@ -103,7 +124,7 @@ def far_lines(laws: dict[str, law.Law], efficiency: Efficiency) -> Iterator[str]
         yield f"|---|{'---|' * len(FAR_STEPS)}---|---|"
         for m in FAR_LEARNERS:
             gaps = [laws[rule].gap(law.Point(parameters, steps, m, sync_every, 0.0)) for steps in FAR_STEPS]
-            share = efficiency.of(m, sync_every, parameters)
+            share = max(1 / m, efficiency.of(m, sync_every, parameters))
             yield f"| {m} | {' | '.join(f'{gap:.3g}' for gap in gaps)} | {100 * share:.2g} | {m * share:.2g} machines |"
 
 
@@ -117,6 +138,7 @@ def main() -> None:
     error = statistics.pstdev(math.log(a / b) for a, b in zip(yields, known, strict=True))
     print("\n".join(crowd_lines(found, efficiency)))
     print(f"\ntoken efficiency, {len(points)} points, -ln off by {100 * error:.0f} %: {efficiency}")
+    print("\n".join(check_lines(found, efficiency)))
     rows = [one for size in law.sizes(law.SIZES[-1].parameters) for one in law.claims(size)]
     rows += [one for size in law.equal(law.SIZES[-1].parameters) for one in law.claims(size, [law.EIGHT])]
     laws = {}
