@@ -1,6 +1,7 @@
 """What many learners are good for: the sweep ``crowd``, a law of token efficiency, and what the laws say beyond it.
 
     python -m benchmarks.quality.crowds
+    python -m benchmarks.quality.crowds --errors    # how far merges of groups are from merges of all; a minute or two
 
 1. *Token efficiency* of M learners is the share of their tokens after which data parallel has the same loss
    (``claims``). M learners are worth M times that many machines: those that data parallel would need for the same loss
@@ -12,29 +13,45 @@
    efficiency: what it says of them is a test.
 4. One learner alone has its part of the tokens. So a token efficiency below 1 / M, which the law has for many learners,
    means no more than that they are worth one machine.
+5. ``--errors`` trains learners in groups for ``ERROR_STEPS`` steps. Of the same contributions each time, it also makes
+   the merge of all at once, and compares: how long the difference is, and how long what the commit's own rounding
+   takes off, both by the length of the merge of all.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
+from torch import Tensor
 
 from benchmarks.quality import law, runner, sweeps
+from benchmarks.quality.bases import as_shipped
 from benchmarks.quality.claims import Cells, Claim, claims, halves, measured
+from benchmarks.quality.exchange import Contributions, Exchange, pack
+from benchmarks.quality.laboratory import Laboratory
+from benchmarks.quality.questions import EVERY_THREE, LINE
 from benchmarks.quality.report import by_seed, seedless, spread
 from benchmarks.quality.settings import Setting
+from p2pdiloco.protocol.ids import ShardId
+from p2pdiloco.protocol.manifest import MergeRule
 
 NAMES = {"direct": "mean, H = 3", "rda": "RDA, H = 24"}
 FAR_LEARNERS = (8, 16, 32, 64, 256, 1024)
 FAR_STEPS = (2_000, 10_000, 100_000)
 FAR_SIZES = (80_112, 2_755_008)
 PARAMETERS = {size.width: size.parameters for size in (*law.SIZES, law.HELD_BACK)}
+
+ERROR_STEPS = 48
+ERROR_RULES: dict[str, dict[str, Any]] = {"mean, H = 3": EVERY_THREE, "RDA, H = 24": {**LINE, "agreement": True}}
+ERROR_SHAPES = ((16, 4), (64, 8))
 
 
 class Efficiency(NamedTuple):
@@ -128,8 +145,51 @@ def far_lines(laws: dict[str, law.Law], efficiency: Efficiency) -> Iterator[str]
             yield f"| {m} | {' | '.join(f'{gap:.3g}' for gap in gaps)} | {100 * share:.2g} | {m * share:.2g} machines |"
 
 
+class Compared(Exchange):
+    """Makes merges of groups, and compares them with merges of all."""
+
+    def __init__(self, laboratory: Laboratory) -> None:
+        """Take the place of ``laboratory``'s exchange."""
+        whole = laboratory.exchange
+        super().__init__(laboratory.setting, whole.layout, whole.theta, laboratory.specs)
+        self._flat = Exchange(msgspec.structs.replace(laboratory.setting, groups=1), whole.layout, whole.theta.clone())
+        self._all = torch.empty(0)
+        self.errors: list[tuple[float, float]] = []
+        """Of each commit: of grouping, and of its own rounding."""
+
+    def _by_group(self, rule: MergeRule, shard: ShardId, given: Contributions) -> Contributions:
+        self._all = torch.empty(given.gradients[0].elements)
+        self._flat._merge(rule, shard, given, self._all)
+        return super()._by_group(rule, shard, given)
+
+    def _merge(self, rule: MergeRule, shard: ShardId, given: Contributions, out: Tensor, level: int = 0) -> None:
+        super()._merge(rule, shard, given, out, level)
+        if level == 0:
+            length, rounded = self._all.norm(), pack(self._setting.down, self._all).values
+            self.errors.append((float((out - self._all).norm() / length), float((rounded - self._all).norm() / length)))
+
+
+def error_lines() -> Iterator[str]:
+    """Yield how far merges of groups are from merges of all."""
+    yield "| rule | M | groups | difference, % | the commit's own rounding, % |"
+    yield "|---|---|---|---|---|"
+    for (name, way), (m, groups) in itertools.product(ERROR_RULES.items(), ERROR_SHAPES):
+        setting = as_shipped(**way, steps=ERROR_STEPS, warmup=ERROR_STEPS // 5, learners=m, groups=groups)
+        laboratory = Laboratory(setting)
+        laboratory.exchange = compared = Compared(laboratory)
+        laboratory.run()
+        difference, rounding = (statistics.fmean(values) for values in zip(*compared.errors, strict=True))
+        yield f"| {name} | {m} | {groups} | {100 * difference:.1f} | {100 * rounding:.1f} |"
+
+
 def main() -> None:
-    """Print all tables."""
+    """Print all tables, or those of ``--errors``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--errors", action="store_true", help="compare merges of groups with merges of all")
+    if parser.parse_args().errors:
+        for line in error_lines():
+            print(line, flush=True)
+        return
     found = by_seed(runner.rows())
     points = efficiencies(found)
     efficiency = fit(points)
