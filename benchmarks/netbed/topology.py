@@ -128,7 +128,7 @@ class _Defaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Name
-    site: Annotated[tuple[_Site, ...], Meta(min_length=2, max_length=32)]
+    site: Annotated[tuple[_Site, ...], Meta(min_length=2, max_length=128)]
     about: str = ""
     defaults: _Defaults = _Defaults()
     link: tuple[_Link, ...] = ()

@@ -171,6 +171,7 @@ def simulated(options: argparse.Namespace, payload: float) -> dict[str, float]:
         world.network.qualities[names[a], names[b]] = quality
     lines = [Bandwidth(up_bytes_per_s=one.up_bps / 8, down_bytes_per_s=one.down_bps / 8) for one in topology.sites]
     share_lines(world, dict(zip(names, lines, strict=True)))
+    learners = options.peers - options.followers
     for i, name in enumerate(names):
         setting = PeerSetting(
             step_s=options.step_s,
@@ -178,9 +179,9 @@ def simulated(options: argparse.Namespace, payload: float) -> dict[str, float]:
             tokens_per_step=TOKENS,
             payload_bytes=round(payload),
             state_bytes=1000,
-            has_learner=i < options.peers - options.followers,
+            has_learner=i < learners,
         )
-        world.add(name, setting, at=options.step_s * i / options.peers, is_founder=i == 0)
+        world.add(name, setting, at=options.step_s * (i % learners) / learners, is_founder=i == 0)
     begin = 10.0 + warm_up_s(options)
     world.run_until(begin)
     network = world.network
@@ -208,8 +209,7 @@ def toml_of(options: argparse.Namespace) -> str:
     """The network: a shipped one, or equal lines and paths."""
     if options.topology:
         return find_topology(options.topology).read_text(encoding="utf-8")
-    pairs = {(a, b): options.round_trip_ms for a in range(options.peers) for b in range(a + 1, options.peers)}
-    text = sites.topology_toml("calibration", [(options.up, options.down)] * options.peers, pairs)
+    text = sites.topology_toml("calibration", [(options.up, options.down)] * options.peers, {})
     path = f"round_trip_ms = {options.round_trip_ms:g}\njitter_ms = {options.jitter_ms:g}"
     return text.replace("[defaults]", f"[defaults]\n{path}")
 

@@ -28,9 +28,11 @@ from p2pdiloco.node.telemetry import MachineStepped
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol.manifest import ScheduleConfig
 from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.sockets import DialError
 from p2pdiloco.util import logs
 from p2pdiloco.wire import learner_ipc
 
+DIALS = 10
 TOKENS = 1000
 """A step."""
 
@@ -141,7 +143,7 @@ async def _obeyed(peer: CalibrationPeer, config: line.Message, command: line.Mes
         case "connect":
             addresses = command["addresses"]
             for address in addresses[: config["index"]]:
-                await peer.transport.dial(address, timeout_s=60.0)
+                await _dial(peer, address)
             membership, follows = peer.peer.machine.core.membership, peer.options.is_follower
             others, learners = len(addresses) - 1, len(addresses) - config["followers"] - (not follows)
             await until(
@@ -154,6 +156,23 @@ async def _obeyed(peer: CalibrationPeer, config: line.Message, command: line.Mes
         case "told":
             return {"seen": peer.seen}
     return {"at": time.monotonic(), "cpu_s": time.process_time(), **line.counters("eth0"), **segments()}
+
+
+async def _dial(peer: CalibrationPeer, address: str) -> None:
+    """Dial a peer, and again if it has too many handshakes: all dial the first peers at once.
+
+    Raises:
+        DialError: none of ``DIALS`` succeeded.
+    """
+    for attempt in range(DIALS):
+        try:
+            await peer.transport.dial(address, timeout_s=60.0)
+        except DialError:
+            if attempt == DIALS - 1:
+                raise
+            await asyncio.sleep(1.0 + peer.config["index"] / peer.config["peers"])
+        else:
+            return
 
 
 def segments() -> dict[str, int]:
