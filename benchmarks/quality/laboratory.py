@@ -126,6 +126,8 @@ class Laboratory:
         self._open: dict[int, Round] = {}
         self._closed: dict[int, Round] = {}
         """The last round of each fragment that was closed: late answers are timed."""
+        self._last: dict[ShardId, Tensor] = {}
+        """The last change of each shard, where learners predict the next one."""
         self._response_times = ResponseTimes(0)
         self._events: list[tuple[float, int, int]] = []
         """(time, 0: a group's step ends, 1: an owner looks at a round; which)"""
@@ -216,18 +218,32 @@ class Laboratory:
     def _train(self, group: Group, now: float) -> None:
         s = self.setting
         first = self.members[group.members[0]]
-        group.stack.step(group.stream.next(), self._progress)
+        batch = group.stream.next()
+        is_alone = group.step < s.alone_until
+        group.stack.step(batch[:1].expand_as(batch) if is_alone else batch, self._progress)
         tokens = s.step_tokens // len(self.members)
+        trained = group.members[:1] if is_alone else group.members
         for index in group.members:
             self.members[index].steps += 1
-            self.members[index].tokens += tokens
-        self._trained += tokens * len(group.members)
+            self.members[index].tokens += tokens * (index in trained)
+        self._trained += tokens * len(trained)
         group.step += 1
+        if is_alone:
+            if group.step == s.alone_until:
+                self._begin_together()
+            self._step = group.step
+            return
         if first.seen is None and group.step > self._step:
             self._step = group.step
             if s.method != "parallel":
                 self._announce(now)
         group.step = max(group.step, self._step)
+
+    def _begin_together(self) -> None:
+        """One learner's weights, which all hold already, become the global ones, and nobody has anything to give."""
+        ended(self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything))
+        for member in self.members:
+            member.marks = [(member.steps, member.tokens)] * len(member.marks)
 
     def _announce(self, now: float) -> None:
         """Open the round that is due at the global step, if one is."""
@@ -295,7 +311,17 @@ class Laboratory:
         if not self.setting.feedback:
             spans = ((shard, self.exchange.span(shard)) for shard in shards)
             meant = {shard: self.exchange.theta[span] - self._scratch[span] for shard, span in spans}
-        sync_round.given[index] = Given(parcels, meant, member.steps, member.tokens)
+        predicted = {
+            shard: self._predict(member, shard, parcels[shard].values) for shard in shards if shard in self._last
+        }
+        sync_round.given[index] = Given(parcels, meant, predicted, member.steps, member.tokens)
+
+    def _predict(self, member: Member, shard: ShardId, sent: Tensor) -> Tensor:
+        """Change a learner's shard to what the commit of its contribution will probably make it; returns the change."""
+        change = self.setting.predicts * (self._last[shard] + sent)
+        self._scratch[self.exchange.span(shard)] = change
+        ended(member.flat.add_from(self._scratch, (shard,)))
+        return change
 
     def _time_answer(self, sync_round: Round, index: int, now: float) -> None:
         """Time a learner's first answer to a round, which may be closed already."""
@@ -352,6 +378,8 @@ class Laboratory:
             change = self.exchange.commit(
                 shard, [index for index, _ in given], [s.gradient for s in sent], weights, [s.steps for s in sent]
             )
+            if self.setting.predicts:
+                self._last[shard] = change
             for index, member in enumerate(self.members):
                 self._send(member, sync_round.given.get(index), shard, change, ready_at)
         for index, _ in given:
@@ -382,6 +410,8 @@ class Laboratory:
         if given is not None and given.tokens > member.marks[shard][1]:
             settled = given.parcels[shard].values if self.setting.feedback else given.meant[shard]
             change = change + settled
+            if shard in given.predicted:
+                change = change - given.predicted[shard]
             member.marks[shard] = (given.steps, given.tokens)
         member.shifts.append(Shift(ready_at, shard, change))
 

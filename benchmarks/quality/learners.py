@@ -33,6 +33,8 @@ class Given(NamedTuple):
     parcels: dict[ShardId, Parcel]
     meant: dict[ShardId, Tensor]
     """The outer gradients before they were quantized."""
+    predicted: dict[ShardId, Tensor]
+    """What the learner changed at once, until the commit comes (``Setting.predicts``)."""
     steps: int
     tokens: int
     """The learner's counters at its snapshot."""

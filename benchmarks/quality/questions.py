@@ -161,6 +161,112 @@ def sparse() -> list[Setting]:
     return [as_shipped(**LINE | {"agreement": True, "learners": 4} | way, seed=seed) for seed in SEEDS for way in ways]
 
 
+TOGETHER: dict[str, Any] = {
+    "fragments": 1,
+    "sync_every": 1,
+    "overlap": 0,
+    "up": "fp32",
+    "down": "fp32",
+    "merge": "direct",
+    "outer_rate": 1.0,
+    "outer_momentum": 0.0,
+    "bounded": False,
+}
+"""The mean of the weights after every step, at once, without a codec: learners never differ when a step begins."""
+CAUSES: dict[str, dict[str, Any]] = {
+    "as shipped": EVERY_THREE,
+    "no codec, no robust merge": {
+        **EVERY_THREE,
+        **{k: TOGETHER[k] for k in ("up", "down", "bounded")},
+        "agreement": False,
+    },
+    "and at once": {**TOGETHER, "fragments": 3, "sync_every": 3},
+    "every step, at once": TOGETHER,
+    "every step, one step late": {**TOGETHER, "overlap": 1},
+    "every step, two steps late": {**TOGETHER, "overlap": 2},
+    "every step, gradients of matrices shared": {**TOGETHER, "pools": "matrices"},
+    "every step, gradients of other parameters shared": {**TOGETHER, "pools": "rest"},
+    "every step, momentum shared": {**TOGETHER, "pools": "momentum"},
+    "every step, second moments shared": {**TOGETHER, "pools": "moments"},
+    "two steps late, momentum shared": {
+        **EVERY_THREE,
+        **{k: TOGETHER[k] for k in ("up", "down", "bounded")},
+        "agreement": False,
+        "pools": "momentum",
+    },
+}
+"""Steps from what ships towards data parallel."""
+BY_WINDOW = {64: 32, 128: 16}
+"""Batches of as many tokens, by window."""
+
+
+FEWER_CAUSES = (
+    "as shipped",
+    "every step, at once",
+    "and at once",
+    "every step, two steps late",
+    "every step, momentum shared",
+    "every step, second moments shared",
+)
+
+
+def causes() -> list[Setting]:
+    """What makes the gap, in 500 steps: eight learners with Muon, with windows of 64 and 128 bytes, and four with
+    AdamW. What ships and the mean after every step have two learning rates, all else has the better one of those."""
+    found = []
+    for context, inner, m, rates, ways in (
+        (64, "muon", 8, (0.0346, 0.0202), tuple(CAUSES)),
+        (64, "adamw", 4, (4e-3, 8e-3), FEWER_CAUSES),
+        (128, "muon", 8, (0.0346, 0.0202), FEWER_CAUSES[:-1]),
+    ):
+        shape = {**LINE, "context": context, "batch": BY_WINDOW[context], "steps": 500, "warmup": 25, "inner": inner}
+        found += [_parallel(**shape, learning_rate=rate) for rate in rates]
+        again = tuple(CAUSES)[:4] if ways == tuple(CAUSES) else FEWER_CAUSES[:2]
+        for rate, some in zip(rates, (ways, again), strict=True):
+            found += [as_shipped(**shape | CAUSES[way] | {"learning_rate": rate}, learners=m) for way in some]
+    return found
+
+
+CURES: dict[str, dict[str, Any]] = {
+    "predicts": {"predicts": 1.0},
+    "predicts half": {"predicts": 0.5},
+    "Muon's momentum 0.9": {"inner_momentum": 0.9},
+    "Muon's momentum 0.98": {"inner_momentum": 0.98},
+    "outer momentum": {"outer_rate": 0.7, "outer_momentum": 0.6, "learning_rate": 0.0202},
+    "outer rate 1.5": {"outer_rate": 1.5, "learning_rate": 0.0202},
+    "outer rate 2": {"outer_rate": 2.0, "learning_rate": 0.0202},
+    "one learner trains alone for 50 steps": {"alone_until": 50},
+    "one learner trains alone for 100 steps": {"alone_until": 100},
+    "the first tenth is data parallel": {"pools": "gradients", "pools_until": 0.1},
+}
+"""Changes to the mean every three steps."""
+
+
+def cures() -> list[Setting]:
+    """Cures that cost no bytes, at first in short runs of eight learners."""
+    shape = {**LINE, "context": 64, "batch": BY_WINDOW[64], "steps": 500, "warmup": 25, "learning_rate": 0.0346}
+    return [as_shipped(**EVERY_THREE | shape | way, learners=8) for way in CURES.values()]
+
+
+SMALLER: dict[str, Any] = {"width": 24, "heads": 2}
+
+
+def apart() -> list[Setting]:
+    """What the law needs to tell learners, steps and windows apart: four and sixteen learners at equal steps, longer
+    windows. The last two were predicted before they were run."""
+    found = []
+    for context, steps, ms, rates, model in (
+        (64, 500, (4, 16), (0.0202, 0.0346), {}),
+        (128, 500, (8, 4), (0.0346, 0.0202), {}),
+        (64, 2000, (4, 16), (0.0286, 0.049), SMALLER),
+    ):
+        shape = {**model, "context": context, "batch": BY_WINDOW[context], "steps": steps, "warmup": steps // 20}
+        cell = {**ANY_LENGTH, "agreement": True} | shape
+        found += [as_shipped(**cell | {"learning_rate": rate}, learners=m) for m in ms for rate in rates]
+    held_back = {**EVERY_THREE, "context": 64, "batch": BY_WINDOW[64], "steps": 1000, "warmup": 50, "learners": 4}
+    return [*found, *(as_shipped(**held_back | {"learning_rate": rate}) for rate in (0.0202, 0.0346))]
+
+
 SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "defaults": defaults,
     "few-bytes": few_bytes,
@@ -169,4 +275,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "corrections": corrections,
     "sparse": sparse,
     "few-fragments": few_fragments,
+    "causes": causes,
+    "cures": cures,
+    "apart": apart,
 }

@@ -50,6 +50,16 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     inner: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.1
 
+    inner_momentum: float = 0.0
+    """Of Muon, or AdamW's beta1; 0: what ships (0.95, 0.9)."""
+    pools: Literal["", "gradients", "matrices", "rest", "momentum", "moments"] = ""
+    """What learners average among themselves at every step, in float32 and for nothing, to find the gap's cause: the
+    gradients, those of Muon's matrices only, or of all other parameters; the first moments of all optimizers before
+    they are used (Muon's: before normalization), or AdamW's second moments."""
+    pools_from: float = 0.0
+    pools_until: float = 1.0
+    """Shares of the budget between which ``pools`` holds."""
+
     sends_momentum: bool = False
     """Muon's momentum is exchanged as parameters are: as often, as late, and by the same codecs."""
 
@@ -86,6 +96,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     (``headings.py``); empty: not at all (shipped)."""
     adopt: Literal["carry", "overwrite"] = "carry"
 
+    predicts: float = 0.0
+    """While an exchange is under way, a learner replaces this share of the progress that it sent by the change that the
+    last exchange of that shard brought, which it takes for what this one will bring (a whole round's)."""
+
     up: str = "int4"
     """A codec of ``codec/``, as "int4" or "int4@1.0" (its step), "fp32", or "top@0.03" (its share; ``sparse``)."""
     down: str = "int4"
@@ -112,6 +126,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Relative to each other; empty: all alike and in step."""
     absent: float = 0.0
     """Share of the time that each learner is away, in spells of about 48 steps."""
+    alone_until: int = 0
+    """Steps in which only the first learner trains, with its own part of a batch; the others begin after them with its
+    weights. (With its optimizer's state, too, which the product does not send.)"""
     join_at: float = 0.0
     """Share of the budget at which the last learner joins, with a fresh optimizer; 0: from the start."""
     cut: tuple[float, ...] = ()
@@ -130,10 +147,14 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("fine-tuning is by AdamW")
         if self.sends_momentum and (self.inner != "muon" or self.base or self.outer_momentum or self.outer_rate != 1.0):
             raise ValueError("Muon's momentum is sent where a merge is the plain mean")
+        if self.predicts and not (self.method == "diloco" and self.adopt == "carry" and self.is_in_step):
+            raise ValueError("learners in step predict what they will carry")
         if self.kept and self.feedback:
             raise ValueError("what is not sent stays with the learner (feedback) or with its node (kept)")
         if self.method == "gossip" and (self.feedback or not self.is_in_step):
             raise ValueError("gossip is without codecs (feedback = False) and among learners in step")
+        if self.alone_until and not self.is_in_step:
+            raise ValueError("learners that begin with one's weights are in step")
         if self.speeds and len(self.speeds) != self.learners:
             raise ValueError(f"{len(self.speeds)} speeds for {self.learners} learners")
 
@@ -157,7 +178,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             decay_share=self.decay_share or UNSET,
             warmup=self.warmup,
             weight_decay=self.weight_decay,
-            beta1=0.9,
+            beta1=(self.inner == "adamw" and self.inner_momentum) or 0.9,
             beta2=0.95,
         )
 

@@ -123,6 +123,8 @@ class Stack:
         with torch.autocast("cuda", torch.bfloat16, enabled=batch.is_cuda and self._is_narrow):
             value = self._losses(self._parameters, batch)
         value.sum().backward()  # type: ignore[no-untyped-call]
+        if self._setting.pools_from <= progress / self._setting.steps < self._setting.pools_until:
+            self._pool()
         self._clip(inner.clip)
         rate = learning_rate(inner, progress, self.steps, progress * self._setting.step_tokens)
         for optimizer in self._optimizers:
@@ -132,6 +134,26 @@ class Stack:
             optimizer.zero_grad()
         self.steps += 1
         return value.detach()
+
+    @torch.no_grad()
+    def _pool(self) -> None:
+        """Average over learners what the setting says (``Setting.pools``)."""
+        what = self._setting.pools
+        matrices = {name for name, p in self._parameters.items() if is_by_muon(name, p[0])}
+        pooled: list[Tensor] = []
+        for name, p in self._parameters.items():
+            state: dict[str, Tensor] = next((o.state[p] for o in self._optimizers if p in o.state), {})
+            match what:
+                case "gradients" | "matrices" | "rest" if what == "gradients" or (name in matrices) == (what != "rest"):
+                    pooled += [p.grad] if p.grad is not None else []
+                case "momentum":
+                    pooled += [state[key] for key in ("momentum", "exp_avg") if key in state]
+                case "moments":
+                    pooled += [state[key] for key in ("exp_avg_sq",) if key in state]
+                case _:
+                    pass
+        for one in pooled:
+            one.copy_(one.mean(0, keepdim=True).expand_as(one))
 
     @torch.no_grad()
     def _clip(self, largest: float) -> None:
@@ -160,5 +182,7 @@ def _optimizers(setting: Setting, parameters: Mapping[str, Tensor]) -> list[torc
         torch.optim.AdamW(groups, lr=inner.learning_rate, betas=(inner.beta1, inner.beta2), fused=True)
     ]
     if by_muon:
-        found.append(Muon(list(by_muon.values()), weight_decay=inner.weight_decay, momentum=MOMENTUM))
+        found.append(
+            Muon(list(by_muon.values()), weight_decay=inner.weight_decay, momentum=setting.inner_momentum or MOMENTUM)
+        )
     return found

@@ -356,6 +356,48 @@ def test_momentum_that_is_sent_becomes_the_learners_mean_as_parameters_do() -> N
         run(inner="muon", sends_momentum=True)
 
 
+@pytest.mark.parametrize("inner", ["adamw", "muon"])
+def test_learners_that_pool_their_gradients_are_data_parallel(inner: Any) -> None:
+    """And if they pool less, or only for a while, they are not."""
+    parallel = run(**MEAN, inner=inner, method="parallel", learners=1).theta
+    pooled = run(**MEAN, inner=inner, pools="gradients").theta
+    assert torch.allclose(pooled, parallel, atol=2e-5)
+    for what in ("matrices", "rest", "momentum", "moments") if inner == "muon" else ("momentum", "moments"):
+        assert not torch.allclose(run(**MEAN, inner=inner, pools=what).theta, parallel, atol=1e-3)
+    assert not torch.allclose(run(**MEAN, inner=inner, pools="gradients", pools_until=0.5).theta, parallel, atol=1e-3)
+
+
+def test_the_inner_momentum_of_a_setting_is_that_of_its_optimizer() -> None:
+    usual = {"adamw": 0.9, "muon": 0.95}
+    for inner, momentum in usual.items():
+        shape: dict[str, Any] = {**MEAN, "inner": inner}
+        assert torch.equal(run(**shape).theta, run(**shape, inner_momentum=momentum).theta)
+        assert not torch.equal(run(**shape).theta, run(**shape, inner_momentum=0.5).theta)
+
+
+def test_learners_begin_with_the_weights_of_one_that_trained_alone() -> None:
+    """It has only its own part of the batches, and all of its tokens count."""
+    figures = run(**MEAN, alone_until=31).figures
+    alone, together = 31 * SMALL.step_tokens // 4, 17 * SMALL.step_tokens
+    assert (figures["trained_tokens"], figures["global_steps"]) == (alone + together, 31 + 17)
+    assert figures["smallest_share_of_turns"] == 1.0
+    with pytest.raises(ValueError, match="in step"):
+        run(alone_until=4, absent=0.5)
+
+
+def test_a_prediction_is_taken_back_when_the_commit_comes() -> None:
+    laboratory = Laboratory(msgspec.structs.replace(SMALL, **MEAN, predicts=0.5), text())
+    theta = laboratory.run().theta
+    for member in laboratory.members:
+        laboratory.take(member, 1e18)
+        found = torch.empty_like(theta)
+        member.flat.copy_to(found, member.flat.everything)
+        assert torch.allclose(found, theta, atol=1e-5)
+    assert not torch.allclose(theta, run(**MEAN).theta, atol=1e-4)
+    with pytest.raises(ValueError, match="in step"):
+        run(predicts=0.5, adopt="overwrite")
+
+
 def test_gossip_of_two_is_the_plain_mean_of_two() -> None:
     gossip = run(**MEAN, learners=2, method="gossip", feedback=False)
     assert torch.allclose(gossip.theta, run(**MEAN, learners=2, feedback=False).theta, atol=1e-5)
