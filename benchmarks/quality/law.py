@@ -7,10 +7,12 @@
    rates, and at more as long as the best is the lowest or the highest; a row of ``equal`` at two.
 3. Cells are what ships: Muon, a rate that falls in a line to zero, int4 both ways, the robust merge; but the outer
    momentum is in float32.
-4. The law of a rule is gap = a (M / 8)^b (steps / 1000)^c ((H + 2) / 8)^d (N / 100,000)^e, by least squares on
-   logarithms. Its intervals hold 90 % of fits to resampled points. They say nothing of a floor that the gap may have.
-5. The largest size is held back: the law is not fitted to it, and its gaps are printed beside the predictions. Large
-   sizes want a GPU (``--device cuda``); ``equal`` cells compute in float32 there, as on a CPU.
+4. The law of a rule is gap = a (M / 8)^b (steps / 1000)^c ((H + 2) / 8)^d (N / 100,000)^e (window / 64)^f, times a
+   constant for prose, by least squares on logarithms; d comes from cells that differ in H alone, if there are any. Its
+   intervals hold 90 % of fits to resampled points. They say nothing of a floor that the gap may have.
+5. The largest size, and the cells of ``HELD``, are held back: the law is not fitted to them, and their gaps are printed
+   beside the predictions. Large sizes want a GPU (``--device cuda``); ``equal`` cells compute in float32 there, as on a
+   CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy as np
 from benchmarks.quality import runner
 from benchmarks.quality.bases import as_shipped
 from benchmarks.quality.claims import Cells, Claim, beyond_edge, is_at_edge, measured, table, tuned
-from benchmarks.quality.questions import ANY_LENGTH, EVERY_THREE, LINE
+from benchmarks.quality.questions import ANY_LENGTH, EVERY_THREE, LINE, apart, causes, defaults
 from benchmarks.quality.report import by_seed, seedless
 from benchmarks.quality.settings import Setting
 
@@ -44,6 +46,8 @@ ALL_RATES = (0.26, 0.46, 0.8, 1.4, 2.4, 4.2, 7.3)
 """Multiples of 0.1 / sqrt(width), which is near Muon's best rate for data parallel."""
 RATES = ALL_RATES[2:5]
 """Those that every row of ``SIZES`` is trained at."""
+H_COLUMN = 3
+"""Of ``Point.logarithms``."""
 LENGTHS = (0.5, 0.75)
 """Shares of the budget for which data parallel is trained, too: token efficiency is read from them."""
 BATCHES = (0.25, 0.5, 2.0)
@@ -195,22 +199,42 @@ class Point(NamedTuple):
     sync_every: int
     gap: float
     """Per cent of the loss of data parallel."""
+    context: int = CONTEXT
+    """Window, in bytes."""
+    data: str = "same"
+
+    @property
+    def where(self) -> str:
+        """Return its cell in words."""
+        said = f"{self.parameters:,}, {self.steps:,} steps, H = {self.sync_every}"
+        return said if self.learners == EIGHT else f"{said}, M = {self.learners}"
+
+    def is_cell_of(self, other: Point) -> bool:
+        """Whether ``other`` was measured in this cell."""
+        return self._replace(gap=0.0) == other._replace(gap=0.0)
 
     @property
     def logarithms(self) -> list[float]:
-        """One, and the logarithms of M, steps, H and size, each by its reference."""
+        """One, the logarithms of M, steps, H, size and window, each by its reference, and whether the text is prose."""
         parts = (self.learners / 8, self.steps / 1e3, (self.sync_every + 2) / 8, self.parameters / 1e5)
-        return [1.0, *map(math.log, parts)]
+        return [1.0, *map(math.log, parts), math.log(self.context / CONTEXT), float(self.data == "english")]
+
+
+HELD = (Point(80_112, 1000, 4, 3, 0.0),)
+"""Cells that were predicted before they were run."""
 
 
 class Law(NamedTuple):
-    """The gap at M = 8, 1,000 steps, H = 6 and 100,000 parameters, in per cent, and the exponents of these four."""
+    """The gap at M = 8, 1,000 steps, H = 6, 100,000 parameters and windows of 64 bytes of code, in per cent, exponents
+    of these five, and the logarithm of prose's constant."""
 
     gap_at_reference: float
     learners: float
     steps: float
     sync_every: float
     size: float
+    window: float = 0.0
+    prose: float = 0.0
 
     def gap(self, point: Point) -> float:
         """Return the gap that the law has for a point, in per cent."""
@@ -225,11 +249,30 @@ def fit(points: Iterable[Point]) -> Law | None:
     if len({point.parameters for point in usable}) < 2:
         return None
     columns = np.array([point.logarithms for point in usable])
-    varies = [0, *(i for i in range(1, columns.shape[1]) if np.ptp(columns[:, i]) > 0)]
+    gaps = np.log([point.gap for point in usable])
     found = np.zeros(columns.shape[1])
-    found[varies] = np.linalg.lstsq(columns[:, varies], np.log([point.gap for point in usable]), rcond=None)[0]
+    varies = [0, *(i for i in range(1, columns.shape[1]) if np.ptp(columns[:, i]) > 0)]
+    of_h = _of_h(usable, columns, gaps)
+    if of_h is not None:
+        varies.remove(H_COLUMN)
+        found[H_COLUMN] = of_h
+        gaps = gaps - of_h * columns[:, H_COLUMN]
+    found[varies] = np.linalg.lstsq(columns[:, varies], gaps, rcond=None)[0]
     reference, *exponents = map(float, found)
     return Law(math.exp(reference), *exponents)
+
+
+def _of_h(points: Sequence[Point], columns: np.ndarray, gaps: np.ndarray) -> float | None:
+    """Return the exponent of H by cells that differ in it alone; None if there are none."""
+    alike: dict[Point, list[int]] = {}
+    for index, point in enumerate(points):
+        alike.setdefault(point._replace(sync_every=0, gap=0.0), []).append(index)
+    above = below = 0.0
+    for same in alike.values():
+        x = columns[same, H_COLUMN] - columns[same, H_COLUMN].mean()
+        above += float(x @ gaps[same])
+        below += float(x @ x)
+    return above / below if below > 1e-9 else None
 
 
 def fits(points: Sequence[Point], seed: int = 0) -> list[Law]:
@@ -246,11 +289,29 @@ def interval(values: Iterable[float]) -> tuple[float, float]:
     return ordered[cut], ordered[-1 - cut]
 
 
+def _is_held_back(point: Point) -> bool:
+    return point.parameters >= HELD_BACK.parameters or any(held.is_cell_of(point) for held in HELD)
+
+
+def others(largest: int) -> list[Claim]:
+    """Return rows of other sweeps (``run defaults causes apart``) with what ships: other windows, M and H."""
+    usual = {"inner": "muon", "merge": "direct", "outer_rate": 1.0, "up": "int4", "bounded": True, "overlap": 2}
+    plain = {"pools": "", "predicts": 0.0, "inner_momentum": 0.0, "method": "diloco", "outer_momentum": 0.0}
+    parameters = {size.width: size.parameters for size in sizes(largest)}
+    found: dict[str, Claim] = {}
+    for cell in [*defaults(), *causes(), *apart()]:
+        if cell.width in parameters and all(getattr(cell, name) == value for name, value in (usual | plain).items()):
+            name = f"{parameters[cell.width]:,}, {cell.steps:,} steps, windows of {cell.context}"
+            name += f", mean every {cell.sync_every}, M = {cell.learners}"
+            found.setdefault(name, Claim(name, seedless(cell)))
+    return list(found.values())
+
+
 def points(found: Cells, rows: Iterable[Claim]) -> list[Point]:
     """Return the gap of each row and seed that was measured."""
     parameters = {size.width: size.parameters for size in (*SIZES, HELD_BACK)}
     return [
-        Point(parameters[cell.width], cell.steps, cell.learners, cell.sync_every, gap)
+        Point(parameters[cell.width], cell.steps, cell.learners, cell.sync_every, gap, cell.context, cell.data)
         for claim in rows
         for cell in (claim.setting,)
         for gap in measured(found, claim).get("to_parallel", ())
@@ -265,12 +326,13 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
     rows += [claim for size in equal(largest) for claim in claims(size, [EIGHT])]
     if largest >= HELD_BACK.parameters:
         rows += claims(HELD_BACK, [EIGHT])
+    rows += others(largest)
     yield from table(path, rows, results)
     edges = [row.name for size in sizes(largest) for row in _rows(size) if is_at_edge(found, row.setting)]
     yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
     for name, merge in LAWS.items():
         of_rule = points(found, (row for row in rows if row.setting.merge == merge))
-        fitted = [point for point in of_rule if point.parameters < HELD_BACK.parameters]
+        fitted = [point for point in of_rule if not _is_held_back(point)]
         law = fit(fitted)
         if law is None:
             yield f"\n{name}: no law, since there are no two sizes"
@@ -280,7 +342,11 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
         for field in Law._fields[1:]:
             low, high = interval(getattr(one, field) for one in drawn)
             yield f"  exponent of {field}: {getattr(law, field):+.2f} (90 %: {low:+.2f} to {high:+.2f})"
+        ratios = [point.gap / law.gap(point) for point in fitted if point.gap > 0.0]
+        yield f"  measured gaps are {min(ratios):.2f} to {max(ratios):.2f} times those of the law"
         for point in of_rule:
-            if point.parameters >= HELD_BACK.parameters:
-                where = f"{point.parameters:,}, {point.steps:,} steps, H = {point.sync_every}"
-                yield f"  held back: {where}: predicted {law.gap(point):+.1f} %, measured {point.gap:+.1f} %"
+            if _is_held_back(point):
+                yield f"  held back: {point.where}: predicted {law.gap(point):+.1f} %, measured {point.gap:+.1f} %"
+        for held in HELD:
+            if merge == "direct" and not any(map(held.is_cell_of, of_rule)):
+                yield f"  held back, not run yet: {held.where}: predicted {law.gap(held):+.1f} %"

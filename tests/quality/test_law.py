@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from benchmarks import record
 from benchmarks.quality import law
 from benchmarks.quality.__main__ import main
 from benchmarks.quality.law import Law, Point
+from benchmarks.quality.questions import apart
 from benchmarks.quality.settings import Setting, to_row
 from p2pdiloco.training.models import build_model
 
@@ -69,6 +71,39 @@ def test_what_does_not_vary_has_no_exponent() -> None:
     found = law.fit(made(every=(6,)))
     assert found is not None
     assert found == pytest.approx(TRUE._replace(sync_every=0.0))
+
+
+def test_h_is_told_by_cells_that_differ_in_it_alone() -> None:
+    """What else differs between cells of other H does not touch its exponent."""
+    odd = [point._replace(sync_every=12, gap=2.0 * point.gap, parameters=7 * point.parameters) for point in made()[::4]]
+    found = law.fit(made() + odd)
+    assert found is not None
+    assert found.sync_every == pytest.approx(TRUE.sync_every)
+
+
+def test_windows_and_prose_have_their_own_factors() -> None:
+    other = [point._replace(context=128, gap=1.5 * point.gap) for point in made()]
+    prose = [point._replace(data="english", gap=1.2 * point.gap) for point in made()]
+    found = law.fit([*made(), *other, *prose])
+    assert found is not None
+    assert found == pytest.approx(TRUE._replace(window=math.log2(1.5), prose=math.log(1.2)))
+    assert found.gap(prose[0]) == pytest.approx(prose[0].gap)
+
+
+def test_a_cell_that_is_held_back_is_predicted_before_it_is_run(tmp_path: Path) -> None:
+    results, held = tmp_path / "rows.jsonl", law.HELD[0]
+    equal = [size for size in law.equal(SECOND.parameters) if size.data == "same"]
+    for size in equal:
+        put(results, size.parallel(law.RATES[0]), 2.0)
+        put(results, size.cell(law.RATES[0], **law.RULES["mean every 6"], learners=8), 2.2)
+    before = "\n".join(law.lines(SECOND.parameters, None, results))
+    assert f"held back, not run yet: {held.where}: predicted +" in before
+    for cell in apart()[-2:]:
+        put(results, cell, 2.1)
+    after = "\n".join(law.lines(SECOND.parameters, None, results))
+    assert f"held back: {held.where}: predicted +" in after
+    assert "measured +5.0 %" in after
+    assert re.findall(r"mean, \d+ points", before) == re.findall(r"mean, \d+ points", after)
 
 
 def test_most_intervals_hold_the_truth_and_grow_with_noise() -> None:
@@ -137,8 +172,8 @@ def test_what_is_held_back_is_predicted_and_fits_no_law(tmp_path: Path) -> None:
     put(results, SMALLEST._replace(length=500).parallel(law.RATES[1]), 2.0)  # the law needs more than two lengths
     put(results, SMALLEST._replace(length=500).cell(law.RATES[1], **rule, learners=8), 2.0 * 1.08)
     without, found = ("\n".join(law.lines(n, None, results)) for n in (SECOND.parameters, law.HELD_BACK.parameters))
-    assert "held back" not in without
-    assert without.split("points: ")[1].split("\n\n")[0] in found
+    assert "held back: 2,755,008" not in without
+    assert without.split("points: ")[1].split("  held back")[0] in found
     assert "| 2,755,008 on packages, 3,363 steps, mean every 6, M = 8 | 1 | 2.0600 | +3.00 |" in found
     assert re.search(r"held back: 2,755,008, 3,363 steps, H = 6: predicted \+\d.\d %, measured \+3.0 %", found)
     assert {cell.data for cell in law.cells(law.SIZES[-1].parameters)} == {"same"}
