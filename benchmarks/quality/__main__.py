@@ -5,6 +5,7 @@ python -m benchmarks.quality run SWEEP ...    run the cells of these sweeps that
 python -m benchmarks.quality table            what is claimed: one row each, with baselines
 python -m benchmarks.quality report           all other tables and plots
 python -m benchmarks.quality scale            the gap to data parallel at four sizes, and its law (resumable)
+python -m benchmarks.quality rule             what the product chooses by planned steps, against the best other row
 python -m benchmarks.quality fine-tune        adapters and whole models against one machine (resumable)
 python -m benchmarks.quality tie              real processes compared with the laboratory
 """
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks.netbed.namespaces import TestbedError
 from benchmarks.netbed.topology import TopologyError
-from benchmarks.quality import claims, fine_tuning, law, report, runner, sweeps, tie
+from benchmarks.quality import claims, fine_tuning, law, report, rule, runner, sweeps, tie
 from benchmarks.wan.homes import HomesError
 from p2pdiloco.demo.local_swarm import SwarmError
 from p2pdiloco.training.learner_options import device_of
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale.add_argument("--table", action="store_true", help="run nothing: print what is there")
     scale.add_argument("--eager", action="store_true", help="without torch.compile")
     scale.add_argument("--json", type=Path, help="append the rows to this file")
+    commands.add_parser("rule", help="compare the product's choice of H and merge with all other rows at its bytes")
     tune = commands.add_parser("fine-tune", help="run the missing cells of the fine-tuning, and print its table")
     tune.add_argument("--table", action="store_true", help="run nothing: print what is there")
     for command in (run, scale, tune):
@@ -99,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 runner.work(itertools.chain(law.cells(options.largest), law.more_cells(options.largest)), **how)
                 runner.work(law.equal_cells(options.largest), **how, is_narrow=False)
             print("\n".join(law.lines(options.largest, options.json)))
+        case "rule":
+            print("\n".join(rule.lines()))
         case "fine-tune":
             if not options.table:
                 runner.work(fine_tuning.cells(), device=options.device)
