@@ -221,7 +221,7 @@ def causes() -> list[Setting]:
     ):
         shape = {**LINE, "context": context, "batch": BY_WINDOW[context], "steps": 500, "warmup": 25, "inner": inner}
         found += [_parallel(**shape, learning_rate=rate) for rate in rates]
-        again = tuple(CAUSES)[:4] if ways == tuple(CAUSES) else FEWER_CAUSES[:2]
+        again = (*tuple(CAUSES)[:4], tuple(CAUSES)[-1]) if ways == tuple(CAUSES) else FEWER_CAUSES[:2]
         for rate, some in zip(rates, (ways, again), strict=True):
             found += [as_shipped(**shape | CAUSES[way] | {"learning_rate": rate}, learners=m) for way in some]
     return found
@@ -235,6 +235,7 @@ CURES: dict[str, dict[str, Any]] = {
     "outer momentum": {"outer_rate": 0.7, "outer_momentum": 0.6, "learning_rate": 0.0202},
     "outer rate 1.5": {"outer_rate": 1.5, "learning_rate": 0.0202},
     "outer rate 2": {"outer_rate": 2.0, "learning_rate": 0.0202},
+    "three times the warm-up": {"warmup": 75},
     "one learner trains alone for 50 steps": {"alone_until": 50},
     "one learner trains alone for 100 steps": {"alone_until": 100},
     "the first tenth is data parallel": {"pools": "gradients", "pools_until": 0.1},
@@ -242,10 +243,22 @@ CURES: dict[str, dict[str, Any]] = {
 """Changes to the mean every three steps."""
 
 
+FULL: dict[str, dict[str, Any]] = {
+    "every step, at once": {**TOGETHER, "agreement": False},
+    "exchange within the step": {"overlap": 0},
+    "the first tenth is data parallel": {"pools": "gradients", "pools_until": 0.1},
+    "half the batch, twice the steps, every six": {"batch": 32, "steps": 3840, "warmup": 192, **EACH_SIX, "overlap": 2},
+    "the same, exchanges as long in time": {"batch": 32, "steps": 3840, "warmup": 192, **EACH_SIX, "overlap": 3},
+}
+"""Changes to the mean every three steps, in full length; the first one is what is left without age and codec."""
+
+
 def cures() -> list[Setting]:
-    """Cures that cost no bytes, at first in short runs of eight learners."""
+    """Cures that cost no bytes, in short runs of eight learners; what is left of them in full length."""
     shape = {**LINE, "context": 64, "batch": BY_WINDOW[64], "steps": 500, "warmup": 25, "learning_rate": 0.0346}
-    return [as_shipped(**EVERY_THREE | shape | way, learners=8) for way in CURES.values()]
+    short = [as_shipped(**EVERY_THREE | shape | way, learners=8) for way in CURES.values()]
+    full = [as_shipped(**EVERY_THREE | {"learning_rate": 16e-3, "learners": 8} | way) for way in FULL.values()]
+    return [*short, *full, _parallel(**LINE, batch=32, steps=3840, warmup=192, learning_rate=16e-3)]
 
 
 SMALLER: dict[str, Any] = {"width": 24, "heads": 2}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from benchmarks import record
 from benchmarks.quality import rule
 from benchmarks.quality.bases import as_shipped
@@ -18,6 +20,14 @@ def put(path: Path, setting: Setting, loss: float, sent: float = 0.8) -> None:
     figures: dict[str, Any] = {"loss": loss, "by_window": [loss] * 4}
     figures |= {"up_bytes_per_parameter": sent / 2, "down_bytes_per_parameter": sent / 2}
     record.append(path, [record.row("quality", to_row(setting), figures)])
+
+
+@pytest.mark.parametrize(("steps", "every"), [(480, 3), (1000, 6), (1920, 12), (4000, 24)])
+@pytest.mark.parametrize("learners", [2, 4, 8])
+def test_a_choice_is_by_planned_steps_however_many_learners_there_are(steps: int, every: int, learners: int) -> None:
+    cell = as_shipped(**EVERY_THREE | SHAPE | {"steps": steps, "learners": learners})
+    assert rule.chosen(cell, is_large=True).sync_every == every
+    assert rule.chosen(cell, is_large=False).sync_every == 3
 
 
 def test_a_choice_is_compared_with_rows_that_send_no_more(tmp_path: Path) -> None:
