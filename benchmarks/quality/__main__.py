@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale.add_argument("--eager", action="store_true", help="without torch.compile")
     scale.add_argument("--json", type=Path, help="append the rows to this file")
     commands.add_parser("rule", help="compare the product's choice of H and merge with all other rows at its bytes")
+    scale.add_argument("--plots", type=Path, help="folder for the plot of gap and token efficiency by steps")
     tune = commands.add_parser("fine-tune", help="run the missing cells of the fine-tuning, and print its table")
     tune.add_argument("--table", action="store_true", help="run nothing: print what is there")
     for command in (run, scale, tune):
@@ -101,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 runner.work(itertools.chain(law.cells(options.largest), law.more_cells(options.largest)), **how)
                 runner.work(law.equal_cells(options.largest), **how, is_narrow=False)
             print("\n".join(law.lines(options.largest, options.json)))
+            if options.plots:
+                law.draw(options.plots, options.largest)
         case "rule":
             print("\n".join(rule.lines()))
         case "fine-tune":

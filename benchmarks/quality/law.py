@@ -21,6 +21,7 @@ import itertools
 import math
 import operator
 import random
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from benchmarks.plots import figure
 from benchmarks.quality import runner
 from benchmarks.quality.bases import as_shipped
 from benchmarks.quality.claims import Cells, Claim, beyond_edge, is_at_edge, measured, table, tuned
@@ -307,6 +309,18 @@ def others(largest: int) -> list[Claim]:
     return list(found.values())
 
 
+def _all_rows(largest: int) -> list[Claim]:
+    rows = [claim for size in sizes(largest) for claim in claims(size)]
+    rows += [claim for size in equal(largest) for claim in claims(size, [EIGHT])]
+    if largest >= HELD_BACK.parameters:
+        rows += claims(HELD_BACK, [EIGHT])
+    return rows + others(largest)
+
+
+def _of_rule(rows: Iterable[Claim], merge: str) -> list[Claim]:
+    return [row for row in rows if row.setting.merge == merge]
+
+
 def points(found: Cells, rows: Iterable[Claim]) -> list[Point]:
     """Return the gap of each row and seed that was measured."""
     parameters = {size.width: size.parameters for size in (*SIZES, HELD_BACK)}
@@ -322,16 +336,12 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
     """Yield the table, the law of each rule, and what it says of the size that is held back. The table's rows are
     appended to ``path``, if there is one; ``results`` has the cells."""
     found = by_seed(runner.rows(results))
-    rows = [claim for size in sizes(largest) for claim in claims(size)]
-    rows += [claim for size in equal(largest) for claim in claims(size, [EIGHT])]
-    if largest >= HELD_BACK.parameters:
-        rows += claims(HELD_BACK, [EIGHT])
-    rows += others(largest)
+    rows = _all_rows(largest)
     yield from table(path, rows, results)
     edges = [row.name for size in sizes(largest) for row in _rows(size) if is_at_edge(found, row.setting)]
     yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
     for name, merge in LAWS.items():
-        of_rule = points(found, (row for row in rows if row.setting.merge == merge))
+        of_rule = points(found, _of_rule(rows, merge))
         fitted = [point for point in of_rule if not _is_held_back(point)]
         law = fit(fitted)
         if law is None:
@@ -350,3 +360,35 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
         for held in HELD:
             if merge == "direct" and not any(map(held.is_cell_of, of_rule)):
                 yield f"  held back, not run yet: {held.where}: predicted {law.gap(held):+.1f} %"
+
+
+COLOURS = {2: "tab:green", 4: "tab:blue", 8: "tab:red", 16: "tab:purple"}
+
+
+def draw(folder: Path, largest: int, results: Path = runner.RESULTS) -> None:
+    """Draw the gap and the token efficiency of the mean every three and every six steps by steps, one colour for each
+    number of learners, with the law's line for models of 100,000 parameters that exchange every six steps."""
+    found = by_seed(runner.rows(results))
+    rows = _all_rows(largest)
+    law = fit(point for point in points(found, _of_rule(rows, "direct")) if not _is_held_back(point))
+    with figure(folder / "quality-steps.png", 2, size=(10, 4)) as (left, right):
+        for m, colour in COLOURS.items():
+            for every, marker in ((6, "o"), (3, "^")):
+                here = [c for c in _of_rule(rows, "direct") if (c.setting.learners, c.setting.sync_every) == (m, every)]
+                shown = [(claim.setting.steps, measured(found, claim)) for claim in here]
+                for axes, key in ((left, "to_parallel"), (right, "token_efficiency")):
+                    means = [(steps, statistics.fmean(row[key])) for steps, row in shown if row.get(key)]
+                    axes.plot(*zip(*means, strict=True) if means else ([], []), marker, color=colour, markersize=4)
+            left.plot([], [], "o", color=colour, label=f"M = {m}")
+            if law is not None:
+                lengths = (250, 4000)
+                line = [law.gap(Point(100_000, steps, m, 6, 0.0)) for steps in lengths]
+                left.plot(lengths, line, color=colour, linewidth=0.8)
+        left.set(xlabel="steps (circles: H = 6, triangles: H = 3)", ylabel="gap to data parallel, %", yscale="log")
+        right.set(xlabel="steps", ylabel="token efficiency, %")
+        for axes in (left, right):
+            axes.set_xscale("log")
+            axes.set_xticks((250, 500, 1000, 2000, 4000), ("250", "500", "1,000", "2,000", "4,000"))
+            axes.minorticks_off()
+        left.set_yticks((0.5, 1, 2, 5, 10, 20), ("0.5", "1", "2", "5", "10", "20"))
+        left.legend(fontsize=8)
