@@ -212,17 +212,18 @@ FEWER_CAUSES = (
 
 def causes() -> list[Setting]:
     """What makes the gap, in 500 steps: eight learners with Muon, with windows of 64 and 128 bytes, and four with
-    AdamW. What ships and the mean after every step have two learning rates, all else has the better one of those."""
+    AdamW. What ships and the mean after every step have two or three learning rates, all else has the first of them."""
     found = []
     for context, inner, m, rates, ways in (
         (64, "muon", 8, (0.0346, 0.0202), tuple(CAUSES)),
-        (64, "adamw", 4, (4e-3, 8e-3), FEWER_CAUSES),
+        (64, "adamw", 4, (4e-3, 8e-3, 2e-3), FEWER_CAUSES),
         (128, "muon", 8, (0.0346, 0.0202), FEWER_CAUSES[:-1]),
     ):
         shape = {**LINE, "context": context, "batch": BY_WINDOW[context], "steps": 500, "warmup": 25, "inner": inner}
         found += [_parallel(**shape, learning_rate=rate) for rate in rates]
         again = (*tuple(CAUSES)[:4], tuple(CAUSES)[-1]) if ways == tuple(CAUSES) else FEWER_CAUSES[:2]
-        for rate, some in zip(rates, (ways, again), strict=True):
+        for rate in rates:
+            some = ways if rate == rates[0] else again
             found += [as_shipped(**shape | CAUSES[way] | {"learning_rate": rate}, learners=m) for way in some]
     return found
 
@@ -245,6 +246,7 @@ CURES: dict[str, dict[str, Any]] = {
 
 FULL: dict[str, dict[str, Any]] = {
     "every step, at once": {**TOGETHER, "agreement": False},
+    "the same at a higher rate": {**TOGETHER, "agreement": False, "learning_rate": 24e-3},
     "exchange within the step": {"overlap": 0},
     "the first tenth is data parallel": {"pools": "gradients", "pools_until": 0.1},
     "half the batch, twice the steps, every six": {"batch": 32, "steps": 3840, "warmup": 192, **EACH_SIX, "overlap": 2},
