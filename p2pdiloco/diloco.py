@@ -594,7 +594,7 @@ class DiLoCo(SwarmView):
         Raises:
             DiLoCoError: It is something else.
         """
-        if loss is not None:
+        if loss is not None or reward is None:
             self._tally.report(script_arguments.loss(loss))
         if reward is not None and self._link is not None:
             self._link.reward = float(script_arguments.loss(reward))

@@ -21,7 +21,7 @@ from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.util import logs
 
 # Share of the worker's time.
-SHARE = 0.01
+SHARE = 0.05
 LOOK_S = 0.2
 # Interval after which everything is verified again, with or without new versions.
 AGAIN_S = 600.0

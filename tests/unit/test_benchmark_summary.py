@@ -23,8 +23,11 @@ def test_a_figure_stands_beside_what_is_asked_and_the_other_systems() -> None:
     rows = [row("p2pdiloco", wall_s=1.0), row("gloo", wall_s=6.0), row("p2pdiloco", wall_s=9.0)]
     assert find(rows, {"system": "p2pdiloco", "link": "lo"}) == rows[2], "the last one"
     assert find(rows, {"system": "torchft"}) is None
-    assert summarize(MEASURE, rows) == {"figure": 0.9, "asked": 0.5, "peer": 0.6, "load": 0.3}
-    assert summarize(MEASURE, rows[2:]) == {"figure": 0.9, "asked": 0.5, "peer": None, "load": 0.3}
+    alone = {"figure": 0.9, "asked": 0.5, "peer": 0.6, "load": 0.3, "beside": None, "ratio": None}
+    assert summarize(MEASURE, rows) == alone
+    beside = summarize(MEASURE, rows, [row("p2pdiloco", wall_s=18.0)], "another")
+    assert beside == alone | {"beside": 1.8, "ratio": 0.5}
+    assert summarize(MEASURE, rows[2:]) == alone | {"peer": None}
     assert summarize(MEASURE, rows[1:2]) is None
     assert summarize(MEASURE, [row("p2pdiloco", wall_s=None)]) is None
 

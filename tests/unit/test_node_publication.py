@@ -393,8 +393,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def all_ended(pids: Path) -> bool:
     """Whether the processes whose ids are in a file have ended."""
-    numbers = map(int, pids.read_text().split())
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in numbers)
+    for number in map(int, pids.read_text().split()):
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(number).status() != "zombie":
+                return False
+    return True
 
 
 @pytest.fixture

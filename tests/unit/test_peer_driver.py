@@ -69,6 +69,8 @@ def test_both_directions_leave_huffman_codes_out_on_a_fast_line(
     async def story() -> None:
         async with Stage(tmp_path, codec=codec) as stage:
             ann = await stage.found()
+            await stage.add("bob", None, has_learner=False, weight=0.0)  # to whom the commit goes
+            await stage.wait(3.0)
             ann.host.line_bytes_per_s = line
             await stage.train(ann, 1.0, 1.0)
             assert ann.versions == [0, 1]
