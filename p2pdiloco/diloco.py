@@ -585,7 +585,7 @@ class DiLoCo(SwarmView):
         self._tally.count(tokens, None if loss is None else script_arguments.loss(loss))
 
     def report(self, loss: float | Tensor | None = None, *, reward: float | None = None) -> None:
-        """Report the loss for status and metrics, if ``count`` does not.
+        """Report the loss, if ``count`` does not, and a reward, for status and metrics.
 
         Args:
             loss: As for ``count``.
@@ -597,7 +597,7 @@ class DiLoCo(SwarmView):
         if loss is not None or reward is None:
             self._tally.report(script_arguments.loss(loss))
         if reward is not None and self._link is not None:
-            self._link.reward = float(script_arguments.loss(reward))
+            self._link.reward = float(script_arguments.loss(reward, "reward"))
 
     def wait(self) -> bool:
         """Wait until a step may be made: ``while outer.wait():`` is the loop of a script that stays to the end of its

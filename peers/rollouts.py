@@ -10,6 +10,7 @@ can use the model: name an address of a network of yours. Needs the extra hf; th
 
 import json
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,8 +27,11 @@ def rollouts(url: str) -> Callable[[list[Any], Any], dict[str, Any]]:
         ids, _, _ = trainer._tokenize_prompts(prompts)
         asked = {"prompts": ids, "tokens": trainer.max_completion_length, "temperature": trainer.temperature}
         request = urllib.request.Request(url, json.dumps(asked).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as reply:
-            found = json.load(reply)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as reply:
+                found = json.load(reply)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(f"{url}: {error.read(4096).decode('utf-8', 'replace')}") from error
         trainer._metrics["train"]["rollouts/version"].append(found.pop("step"))
         return {"prompt_ids": ids, **found}
 

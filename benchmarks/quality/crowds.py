@@ -1,4 +1,4 @@
-"""What many learners are good for: the sweep ``crowd``, a law of token efficiency, and what the laws say beyond it.
+"""Crowds: the sweep ``crowd`` of many learners, a law of token efficiency, and what the laws say beyond it.
 
     python -m benchmarks.quality.crowds
     python -m benchmarks.quality.crowds --errors    # how far merges of groups are from merges of all; a minute or two
@@ -155,7 +155,7 @@ class Compared(Exchange):
         self._flat = Exchange(msgspec.structs.replace(laboratory.setting, groups=1), whole.layout, whole.theta.clone())
         self._all = torch.empty(0)
         self.errors: list[tuple[float, float]] = []
-        """Of each commit: of grouping, and of its own rounding."""
+        """Errors of each commit: that of grouping, and that of its own rounding."""
 
     def _by_group(self, rule: MergeRule, shard: ShardId, given: Contributions) -> Contributions:
         self._all = torch.empty(given.gradients[0].elements)

@@ -36,7 +36,7 @@ class Parcel(NamedTuple):
 
 
 class Contributions(NamedTuple):
-    """What a merge is made of: equally long lists."""
+    """Contributions to one merge, as lists of equal length."""
 
     givers: list[int]
     """Learners, in increasing order, or groups."""

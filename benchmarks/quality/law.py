@@ -49,7 +49,7 @@ ALL_RATES = (0.26, 0.46, 0.8, 1.4, 2.4, 4.2, 7.3)
 RATES = ALL_RATES[2:5]
 """Those that every row of ``SIZES`` is trained at."""
 H_COLUMN = 3
-"""Of ``Point.logarithms``."""
+"""Index of H among ``Point.logarithms``."""
 LENGTHS = (0.5, 0.75)
 """Shares of the budget for which data parallel is trained, too: token efficiency is read from them."""
 BATCHES = (0.25, 0.5, 2.0)

@@ -34,7 +34,7 @@ class Given(NamedTuple):
     meant: dict[ShardId, Tensor]
     """The outer gradients before they were quantized."""
     predicted: dict[ShardId, Tensor]
-    """What the learner changed at once, until the commit comes (``Setting.predicts``)."""
+    """Predicted changes that the learner made at once, until the commit comes (``Setting.predicts``)."""
     steps: int
     tokens: int
     """The learner's counters at its snapshot."""

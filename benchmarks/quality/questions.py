@@ -211,7 +211,7 @@ FEWER_CAUSES = (
 
 
 def causes() -> list[Setting]:
-    """What makes the gap, in 500 steps: eight learners with Muon, with windows of 64 and 128 bytes, and four with
+    """Causes of the gap, in 500 steps: eight learners with Muon, with windows of 64 and 128 bytes, and four with
     AdamW. What ships and the mean after every step have two or three learning rates, all else has the first of them."""
     found = []
     for context, inner, m, rates, ways in (

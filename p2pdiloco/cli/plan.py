@@ -81,9 +81,10 @@ def describe_loss(gap: float, wanted: Wanted) -> list[str]:
     token efficiency that ``python -m benchmarks.quality.crowds`` fits. A learner alone has 1 / peers of the tokens."""
     cost = 0.50 * (wanted.peers / 8) ** 0.94 * ((wanted.sync_every + 2) / 8) ** 0.54
     share = max(1 / wanted.peers, math.exp(-cost * (min(wanted.parameters, LARGEST_MEASURED) / 1e5) ** -0.21))
+    worth = wanted.peers * share
     return [
         f"loss              roughly {gap:.2g} % above one machine with the same tokens, which needs "
-        f"{100 * share:.0f} % of them for it: {wanted.peers} learners are worth {wanted.peers * share:.2g} machines",
+        f"{100 * share:.0f} % of them for it: {wanted.peers} learners are worth {worth:.2g} machine{'s' * (worth > 1)}",
         "                  (measured with up to 16 learners, 4,000 steps, 2.8M parameters; beyond that extrapolated)",
     ]
 

@@ -194,9 +194,9 @@ class Ledger:
 
 
 LONE_ROUNDS: Final = 8
-"""Rounds of H steps that a peer alone makes one of,"""
+"""Maximum length of a round of a peer alone, in rounds of H steps."""
 LONE_S: Final = 10.0
-"""if they take no longer than this: it is what a power failure would cost."""
+"""The same in seconds (but at least H steps): a power failure costs no more training."""
 
 
 class FragmentRound:

@@ -60,7 +60,8 @@ class Evaluations:
         core, version, every = self.core, change.head.version, self.core.config.evaluation_every
         if change.shard != 0 or not every:
             return
-        before, self._rounds = self._rounds, core.chains[0].step // core.config.sync_every
+        # An owner may state a step far ahead: only what is believed counts, or each of its commits would be measured.
+        before, self._rounds = self._rounds, min(core.chains[0].step, core.step) // core.config.sync_every
         is_due = self._rounds // every > before // every and isinstance(change.taken, CommitHeader)
         if not is_due or core.learner is None or core.learner.is_idle:
             return

@@ -123,8 +123,8 @@ def tokens_per_step(value: object) -> int:
     return whole("tokens_per_step", value, 0, MOST_TOKENS)
 
 
-def loss(value: object) -> float | Tensor:
-    """Check a loss: a number, or a tensor with one element, which is not read.
+def loss(value: object, name: str = "loss") -> float | Tensor:
+    """Check the argument ``name``, a loss or reward: a number, or a tensor with one element, which is not read.
 
     Raises:
         DiLoCoError: it is something else.
@@ -132,11 +132,12 @@ def loss(value: object) -> float | Tensor:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return value.detach()
     if isinstance(value, Tensor):
-        raise DiLoCoError(f"loss has the shape {tuple(value.shape)}: give a number or one element, such as loss.mean()")
+        shape = tuple(value.shape)
+        raise DiLoCoError(f"{name} has the shape {shape}: give a number or one element, such as {name}.mean()")
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
-        raise DiLoCoError(f"loss = {_shown(value)}: give a number or a tensor with one element") from error
+        raise DiLoCoError(f"{name} = {_shown(value)}: give a number or a tensor with one element") from error
 
 
 def stay_s(value: object) -> float:

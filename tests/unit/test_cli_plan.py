@@ -90,7 +90,7 @@ def test_what_training_apart_costs_is_said_with_how_far_it_was_measured() -> Non
     assert "4,000 steps" in measured
     assert "beyond that extrapolated" in measured
     (crowd, _) = describe_loss(60.0, msgspec.structs.replace(at_reference, peers=1024))
-    assert crowd.endswith("1024 learners are worth 1 machines")
+    assert crowd.endswith("1024 learners are worth 1 machine")
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,17 @@ def test_an_evaluation_counts_until_16_more_were_due(every: int) -> None:
     assert shown(stage) == (2.0, 4 * (16 * every + 1))
 
 
+def test_an_owner_that_states_steps_far_ahead_has_no_more_versions_measured() -> None:
+    """P1a: measurements are due by rounds of H = 4 steps, here every fourth, as far as steps are believed."""
+    stage, asked = Stage(B, C, D, evaluation_every=4), 0
+    for version in range(16):
+        stage.wait(0.5)
+        step = 4 * (version + 1) + (60 if version % 2 else 0)
+        done = stage.take(stage.commit(tokens(B, 40 * version, 40 * (version + 1)), step=step))
+        asked += len(only(done, ef.Evaluate))
+    assert asked <= 5, "four are due; steps may be believed a round or two early"
+
+
 def test_one_lying_evaluation_among_several_changes_nothing() -> None:
     """S3b: neither loss nor step, whether the lie is the smallest or the largest figure; of more peers, two liars."""
     stage = Stage(B, C, D)
