@@ -225,8 +225,6 @@ class Replication:
             if header.version > chain.head.version + 1:
                 self.orphans.add(header, chain.head)
             self.on_head(sender, Head(shard, header.version, new_id, header.tokens))
-            if shard in self.wanted and header.version <= chain.head.version:
-                core.alarms.set(("want", shard), core.now)  # a sibling fork: no child of the own head is on its way
 
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
         if (problem := self.core.chains[header.shard].problem(header)) is not None:
@@ -370,9 +368,11 @@ class Replication:
             if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
                 self.wanted[shard] = (peer, theirs)
                 self.announced[shard] = theirs.id, core.now
-                if known is None and core.is_current:  # a newcomer needs states before commits
+                is_fork = theirs.version <= chain.head.version  # no child of the own head is on its way
+                if core.is_current and (known is None or is_fork):  # a newcomer needs states before commits
                     most_s = core.membership.beat_s() if shard in self.turned_down else math.inf
-                    core.alarms.set(("want", shard), core.now + min(most_s, self.aggregation.waits().commit_s))
+                    wait_s = 0.0 if is_fork else min(most_s, self.aggregation.waits().commit_s)
+                    core.alarms.set(("want", shard), core.now + wait_s)
         elif self._is_lighter_fork(theirs):
             core.send((peer,), Heads((chain.head,), core.step))
             self._follow_most(peer, shard)

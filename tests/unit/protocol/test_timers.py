@@ -238,9 +238,9 @@ def test_takeover_is_longer_with_each_lap() -> None:
 
 
 def asks_after(stage: Stage) -> float:
-    """How long it takes until the commits of a heavier head are asked for."""
+    """How long it takes until the commits of a heavier head, some versions ahead, are asked for."""
     began_at = stage.now
-    stage.announce(C, 4, Head(SHARD, 1, digest("heavier"), 1000))
+    stage.announce(C, 4, Head(SHARD, 9, digest("heavier"), 1000))
     while not sent(stage.wait(0.01), msg.CommitsRequest):
         assert stage.now < began_at + 10.0
     return stage.now - began_at
@@ -301,12 +301,14 @@ def test_who_has_refused_a_state_waits_for_no_commits() -> None:
 
 
 def test_a_heavier_sibling_of_the_head_is_asked_for_at_once() -> None:
-    """W5a: two commits of one version are a fork; nothing that follows ours is on its way (seed 1003547)."""
-    stage = Stage(B, C)
-    ours, heavier = stage.commit(tokens(B, 0, 40)), stage.commit(tokens(B, 0, 40), tokens(C, 0, 40))
-    stage.take(ours)
-    effects = stage.hear(C, msg.Commit(heavier)) + stage.wait(0.001)
-    assert [to for to, _ in sent(effects, msg.CommitsRequest)] == [C]
+    """W5a: two commits of one version are a fork; nothing that follows ours is on its way (seeds 1003547, 2241)."""
+    for is_told in (False, True):
+        stage = Stage(B, C)
+        ours, heavier = stage.commit(tokens(B, 0, 40)), stage.commit(tokens(B, 0, 40), tokens(C, 0, 40))
+        stage.take(ours)
+        news = msg.Heads((head_of(heavier),), 1) if is_told else msg.Commit(heavier)
+        effects = stage.hear(C, news) + stage.wait(0.001)
+        assert [to for to, _ in sent(effects, msg.CommitsRequest)] == [C]
 
 
 def test_after_request_s_a_request_for_commits_was_in_vain() -> None:
