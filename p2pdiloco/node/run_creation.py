@@ -27,7 +27,7 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
     make_layout,
 )
-from p2pdiloco.protocol.manifest_defaults import completed, in_rounds, with_usual_rate, without_left_out
+from p2pdiloco.protocol.manifest_defaults import completed, in_rounds, with_usual_inner, without_left_out
 from p2pdiloco.protocol.manifest_validation import config_problems, manifest_problems, without_places
 from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.training import founding_file
@@ -87,7 +87,7 @@ def decode_config(data: bytes, path: Path) -> RunConfig:
         config = msgspec.toml.decode(data, type=RunConfig)
         written = msgspec.toml.decode(data)
         config = in_rounds(config, written.get("schedule", {}), written.get("outer", {}))
-        config = with_usual_rate(config, written.get("inner", {}))
+        config = with_usual_inner(config, written.get("inner", {}))
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {in_words(error, msgspec.toml.decode(data), RunConfig)}") from error
     except (msgspec.DecodeError, ValueError) as error:

@@ -156,7 +156,8 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     final_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     """Share of the peak learning rate that is left at the end of the run."""
     warmup: Annotated[int, Meta(ge=0, le=2**40)] = 50
-    """Length of the linear warm-up; at most ``steps``. Unit: steps."""
+    """Length of the linear warm-up; at most ``steps``. Unit: steps. Default: 50; three tenths of the run with ``adamw``
+    from scratch, where several learners need it."""
     weight_decay: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.1
     """Decoupled weight decay, for matrices only."""
     beta1: Share = 0.9

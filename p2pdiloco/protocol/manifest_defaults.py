@@ -63,6 +63,9 @@ RATE_AT_ONE: Final = 0.1
 """Muon's learning rate times the square root of the width. Best measured rates: with data parallelism 0.016 at width 48
 and 0.008 at 96 (0.016 is 0.8 % worse); with three learners 0.004, the highest tried, at 128."""
 LARGEST_RATE: Final = 0.016
+WARMUP_SHARE: Final = 0.3
+"""Share of a run of AdamW from scratch for its warm-up. Several learners can then use the rate that is best for one
+machine, and lose half as much (``python -m benchmarks.quality run warmups``)."""
 DECAY_SHARE: Final = 0.2
 """Share of a token budget, at its end, over which the learning rate falls."""
 LINE_SHARE: Final = 0.95
@@ -143,18 +146,23 @@ def _planned_steps(config: RunConfig) -> int:
     return inner.tokens // (inner.batch * config.model.context * SEVERAL)
 
 
-def with_usual_rate(config: RunConfig, said: Collection[str]) -> RunConfig:
-    """Return ``config`` with the inner learning rate filled in, if it was left out and a good one is known: Muon's, for
-    a ``SMALL`` built-in model, falls with the square root of the width.
+def with_usual_inner(config: RunConfig, said: Collection[str]) -> RunConfig:
+    """Return ``config`` with what was left out of the inner optimizer, as far as good settings are known: Muon's
+    learning rate, for a ``SMALL`` built-in model, falls with the square root of the width; AdamW that trains a whole
+    model from scratch has a long warm-up.
 
     Args:
         said: keys that the founder wrote in the inner optimizer.
     """
     inner, model = config.inner, config.model
-    if "learning_rate" in said or inner.optimizer == "adamw" or _parameters(model) > SMALL:
-        return config
-    rate = round(min(LARGEST_RATE, RATE_AT_ONE / model.width**0.5), 4)
-    return msgspec.structs.replace(config, inner=msgspec.structs.replace(inner, learning_rate=rate))
+    if _optimizer(config) == "adamw":
+        if "warmup" not in said and model.lora is None and not model.folder:
+            warmup = min(inner.steps, int(WARMUP_SHARE * _planned_steps(config)))
+            inner = msgspec.structs.replace(inner, warmup=warmup)
+    elif "learning_rate" not in said and _parameters(model) <= SMALL:
+        rate = round(min(LARGEST_RATE, RATE_AT_ONE / model.width**0.5), 4)
+        inner = msgspec.structs.replace(inner, learning_rate=rate)
+    return msgspec.structs.replace(config, inner=inner)
 
 
 def _parameters(model: ModelConfig) -> float:

@@ -31,7 +31,7 @@ from p2pdiloco.protocol.manifest_defaults import (
     few_rounds,
     in_rounds,
     log_length,
-    with_usual_rate,
+    with_usual_inner,
     without_left_out,
 )
 from p2pdiloco.protocol.manifest_validation import config_problems, decode_manifest
@@ -182,11 +182,25 @@ def test_adapters_of_any_size_have_frequent_rounds(model: ModelConfig, share: fl
 def test_an_inner_rate_that_is_left_out_follows_the_width_of_a_small_model_with_muon() -> None:
     def rate(said: Collection[str] = (), optimizer: Any = UNSET, **model: Any) -> float:
         config = RunConfig(name="run", inner=InnerConfig(optimizer=optimizer), model=ModelConfig(**model))
-        return with_usual_rate(config, said).inner.learning_rate
+        return with_usual_inner(config, said).inner.learning_rate
 
     assert (rate(), rate(width=256), rate(width=16)) == (0.0088, 0.0063, 0.016)
     others = [rate(["learning_rate"]), rate(optimizer="adamw"), rate(width=512, depth=8), rate(kind="huggingface")]
     assert set(others) == {1e-3}
+
+
+def test_adamw_from_scratch_warms_up_for_three_tenths_of_a_run() -> None:
+    def warmup(said: Collection[str] = (), *, inner: Any = UNSET, steps: int = 2000, **rest: Any) -> int:
+        tokens = rest.pop("tokens", UNSET)
+        config = RunConfig(name="run", inner=InnerConfig(optimizer=inner, steps=steps, tokens=tokens), **rest)
+        return with_usual_inner(config, said).inner.warmup
+
+    assert (warmup(inner="adamw"), warmup(inner="adamw", steps=100)) == (600, 30)
+    assert warmup(inner="adamw", tokens=10**9) == 2000, "it is at most the steps that validation sees"
+    adapters = {"model": ModelConfig(kind="huggingface", folder="base", lora=LoraConfig())}
+    trained = {"model": ModelConfig(kind="huggingface", folder="base")}
+    others = [warmup(), warmup(["warmup"], inner="adamw"), warmup(**adapters), warmup(inner="adamw", **trained)]
+    assert set(others) == {50}
 
 
 def test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often() -> None:
