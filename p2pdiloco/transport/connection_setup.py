@@ -551,8 +551,8 @@ class ConnectionSetup:
             if not opening.done():
                 opening.cancel()
                 await asyncio.wait([opening])
-                if not opening.cancelled():
-                    opening.exception()  # marks it as retrieved: it is not awaited elsewhere
+            if not opening.cancelled():
+                opening.exception()  # marks it as retrieved: nobody else does, if this task was cancelled meanwhile
             if channel.transport is None:
                 raw.close()
             self._abandon(channel, why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import ssl
 import time
@@ -226,6 +227,34 @@ def test_dial_errors_say_why(run: Callable[[Main], None]) -> None:
                 with pytest.raises(DialError, match=r"no answer within 0\.2 s"):
                     await bob.dial(f"/ip4/127.0.0.1/tcp/{silent_port}", 0.2)
             assert await bob.dial(where(ann), 5.0) == ann.peer_id
+
+    run(main())
+
+
+def test_a_dial_that_fails_as_its_time_ends_leaves_no_error_behind(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TLS fails, and the dial is given up before it has seen that (64 nodes on two cores)."""
+
+    async def main() -> None:
+        under_way, may_fail = asyncio.Event(), asyncio.Event()
+
+        async def fail(*_: object, **__: object) -> None:
+            under_way.set()
+            await may_fail.wait()
+            raise ConnectionResetError("reset")
+
+        async with peer() as (ann, _), peer() as (bob, _):
+            monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", fail)
+            dialling = asyncio.create_task(bob.dial(where(ann), 5.0))
+            await under_way.wait()
+            may_fail.set()
+            await asyncio.sleep(0)
+            dialling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await dialling
+        del dialling
+        gc.collect()
 
     run(main())
 
