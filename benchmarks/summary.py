@@ -5,8 +5,8 @@
 Runs each benchmark below with its usual settings, one after the other, and shows one figure of each row that it wrote:
 beside the most that is asked, and beside another system where one was measured in the same run. Measures whose
 benchmark wrote no such row are named, and the exit status is then 1. ``--only exchange`` runs those whose names have
-that word. All of them take about an hour; those of lines need root. With ``--beside``, a worktree of another commit, in
-which ``pip install -e .`` has built the library, does each of them in turn with this one.
+that word. All of them take about a quarter of an hour; those of lines need root. With ``--beside``, a worktree of
+another commit, in which ``pip install -e .`` has built the library, does each of them in turn with this one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Measure(NamedTuple):
 
 def _exchange(link: str, title: str, asked: float) -> Measure:
     ours, gloo = ({"system": system, "codec": codec, "link": link} for system, codec in SYSTEMS)
-    command = f"wire.exchange --all --only {link} --rounds 3"
+    command = f"wire.exchange --all --among p2pdiloco gloo --only {link} --rounds 3"
     return Measure(f"exchange of 100M parameters, {title}: s (gloo bf16)", command, "wall_s", asked, ours, gloo)
 
 
@@ -76,14 +76,6 @@ MEASURES = (
     Measure("one peer alone, with DiLoCo: % slower", *ALONE, {"way": SCRIPT}, unit=-0.01),
     Measure("a shard version, 2 peers: CPU ms each", "scale.growth --peers 2", "cpu_ms", 1.5),
     Measure("16 idle peers: kB/s each", "wire.idle", "bytes_per_s", 4.0, unit=1e3),
-    Measure(
-        "3.3M parameters over throttled lines: s to a loss (torchft)",
-        "wan.speed --steps 400 --cap-s 250 --ddp-s 80",
-        "to_loss_s",
-        40.0,
-        {"system": "p2pdiloco"},
-        {"system": "torchft"},
-    ),
 )
 
 

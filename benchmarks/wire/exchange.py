@@ -165,6 +165,7 @@ def main() -> int:
     peers, parameters = options.peers, int(options.parameters)
     if options.all:
         cases = [case for case in all_cases(peers, parameters) if options.only in (None, case.link)]
+        cases = [case for case in cases if case.system in options.among]
     else:
         system = SYSTEMS[options.system]
         codec = options.codec or system.codecs[0]
@@ -196,6 +197,7 @@ def _options() -> argparse.Namespace:
     parser = bench.parser(__doc__)
     parser.add_argument("--all", action="store_true", help="the whole table; with --only LINK one link of it")
     parser.add_argument("--only", choices=links.RATES, help="with --all: only this link")
+    parser.add_argument("--among", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="with --all: only these systems")
     parser.add_argument("--system", choices=SYSTEMS, default="p2pdiloco", help="system to measure")
     parser.add_argument(
         "--codec", help="p2pdiloco: int4, int8, bf16; hivemind: uint8, fp16, fp32; torchft: fp32; gloo: bf16, fp32"
