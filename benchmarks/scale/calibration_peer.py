@@ -9,8 +9,10 @@ returns what it has observed; it answers everything else with the interface's by
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -32,7 +34,8 @@ from p2pdiloco.transport.sockets import DialError
 from p2pdiloco.util import logs
 from p2pdiloco.wire import learner_ipc
 
-DIALS = 10
+APART_S = 1.0
+"""Between the first dials of two peers."""
 TOKENS = 1000
 """A step."""
 
@@ -142,14 +145,14 @@ async def _obeyed(peer: CalibrationPeer, config: line.Message, command: line.Mes
     match command["do"]:
         case "connect":
             addresses = command["addresses"]
-            for address in addresses[: config["index"]]:
-                await _dial(peer, address)
             membership, follows = peer.peer.machine.core.membership, peer.options.is_follower
             others, learners = len(addresses) - 1, len(addresses) - config["followers"] - (not follows)
+            redial = asyncio.create_task(_redial(peer, addresses[: config["index"]]))
             await until(
                 lambda: len(membership.live) == others and len(membership.participating) == learners,
                 "the peers see each other",
             )
+            redial.cancel()
         case "go" if not peer.options.is_follower:
             assert isinstance(peer.stand_in, SteppingStandIn)
             peer.host.spawn(peer.stand_in.step(), name="steps")
@@ -158,21 +161,17 @@ async def _obeyed(peer: CalibrationPeer, config: line.Message, command: line.Mes
     return {"at": time.monotonic(), "cpu_s": time.process_time(), **line.counters("eth0"), **segments()}
 
 
-async def _dial(peer: CalibrationPeer, address: str) -> None:
-    """Dial a peer, and again if it has too many handshakes: all dial the first peers at once.
+async def _redial(peer: CalibrationPeer, addresses: Sequence[str]) -> None:
+    """Connect to the peers, one after the other, and again to those whose connections end, as nodes do.
 
-    Raises:
-        DialError: none of ``DIALS`` succeeded.
+    Peers begin one after the other: not even a crowd of volunteers dials in the same hundredth of a second.
     """
-    for attempt in range(DIALS):
-        try:
-            await peer.transport.dial(address, timeout_s=60.0)
-        except DialError:
-            if attempt == DIALS - 1:
-                raise
-            await asyncio.sleep(1.0 + peer.config["index"] / peer.config["peers"])
-        else:
-            return
+    await asyncio.sleep(APART_S * len(addresses))
+    while True:
+        for address in addresses:
+            with contextlib.suppress(DialError):
+                await peer.transport.dial(address, timeout_s=60.0)
+        await asyncio.sleep(1.0)
 
 
 def segments() -> dict[str, int]:
