@@ -6,14 +6,11 @@
 1. *Token efficiency* of M learners is the share of their tokens after which data parallel has the same loss
    (``claims``). M learners are worth M times that many machines: those that data parallel would need for the same loss
    in the same time, if its line were no limit.
-2. Its law is efficiency = exp(-a (M / 8)^b ((H + 2) / 8)^c (N / 100,000)^d), by least squares on the logarithms of
-   -ln(efficiency), from the rows of ``law.SIZES`` and ``claims``. Steps are not in it: in longer runs the gap is
-   smaller, but the loss falls more slowly, too.
-3. Neither the rows of ``law.equal``, which vary in steps alone, nor the sweep ``crowd`` are in the law of token
-   efficiency: what it says of them is a test.
-4. One learner alone has its part of the tokens. So a token efficiency below 1 / M, which the law has for many learners,
-   means no more than that they are worth one machine.
-5. ``--errors`` trains learners in groups for ``ERROR_STEPS`` steps. Of the same contributions each time, it also makes
+2. Its law is 1 / efficiency = 1 + a ((M - 1) / 7)^b ((H + 2) / 8)^c (N / 100,000)^d, by least squares on the
+   logarithms of 1 / efficiency - 1, from the rows of ``law.SIZES`` and ``claims``, and those of ``crowd`` that merge
+   all at once. Steps are not in it: in longer runs the gap is smaller, but the loss falls more slowly, too.
+3. The rows of ``law.equal``, which vary in steps alone, are not in the law: what it says of them is a test.
+4. ``--errors`` trains learners in groups for ``ERROR_STEPS`` steps. Of the same contributions each time, it also makes
    the merge of all at once, and compares: how long the difference is, and how long what the commit's own rounding
    takes off, both by the length of the merge of all.
 """
@@ -45,8 +42,7 @@ from p2pdiloco.protocol.manifest import MergeRule
 
 NAMES = {"direct": "mean, H = 3", "rda": "RDA, H = 24"}
 FAR_LEARNERS = (8, 16, 32, 64, 256, 1024)
-FAR_STEPS = (2_000, 10_000, 100_000)
-FAR_SIZES = (80_112, 2_755_008)
+FAR_SIZES = (80_112, 2_755_008, 10**8, 7 * 10**9)
 PARAMETERS = {size.width: size.parameters for size in (*law.SIZES, law.HELD_BACK)}
 
 ERROR_STEPS = 48
@@ -55,26 +51,27 @@ ERROR_SHAPES = ((16, 4), (64, 8))
 
 
 class Efficiency(NamedTuple):
-    """Law of token efficiency: -ln at M = 8, H = 6 and 100,000 parameters, and three exponents."""
+    """Law of token efficiency: 1 / efficiency - 1 at M = 8, H = 6 and 100,000 parameters, and three exponents."""
 
-    loss_at_reference: float
+    excess_at_reference: float
     learners: float
     sync_every: float
     size: float
 
     def of(self, learners: int, sync_every: int, parameters: float) -> float:
         """Return the token efficiency, as a share."""
-        found = self.loss_at_reference * (learners / 8) ** self.learners
-        return math.exp(-found * ((sync_every + 2) / 8) ** self.sync_every * (parameters / 1e5) ** self.size)
+        found = self.excess_at_reference * ((learners - 1) / 7) ** self.learners
+        found *= ((sync_every + 2) / 8) ** self.sync_every * (parameters / 1e5) ** self.size
+        return float(1.0 / (1.0 + found))
 
 
 def fit(rows: Iterable[tuple[Setting, float]]) -> Efficiency:
     """Return the law that fits best to the token efficiencies, in per cent, of these settings."""
     columns, values = [], []
     for one, share in rows:
-        logarithms = (one.learners / 8, (one.sync_every + 2) / 8, PARAMETERS[one.width] / 1e5)
+        logarithms = ((one.learners - 1) / 7, (one.sync_every + 2) / 8, PARAMETERS[one.width] / 1e5)
         columns.append([1.0, *map(math.log, logarithms)])
-        values.append(math.log(-math.log(share / 100)))
+        values.append(math.log(100.0 / share - 1.0))
     reference, *exponents = map(float, np.linalg.lstsq(np.array(columns), np.array(values), rcond=None)[0])
     return Efficiency(math.exp(reference), *exponents)
 
@@ -84,6 +81,8 @@ def efficiencies(found: Cells) -> list[tuple[Setting, float]]:
     of_sizes = (law.claims(size) for size in law.SIZES)
     rows = [*itertools.chain.from_iterable(of_sizes), *(one for one in claims() if one.setting.inner == "muon")]
     rows = [one for one in rows if one.setting.learners > 1 and one.setting.decay_share]
+    flat = dict.fromkeys(seedless(one) for one in sweeps.crowd() if one.learners > 1 and one.groups == 1)
+    rows += [Claim("", one) for one in flat if one in found]
     shares = ((one.setting, measured(found, one).get("token_efficiency") or [100.0]) for one in rows)
     return [(setting, mean) for setting, share in shares if (mean := statistics.fmean(share)) < 100.0]
 
@@ -133,16 +132,13 @@ def check_lines(found: Cells, efficiency: Efficiency) -> Iterator[str]:
             yield f"| {parameters:,}, {merge}, H = {sync_every} | {cells} | {law_share:.0f} |"
 
 
-def far_lines(laws: dict[str, law.Law], efficiency: Efficiency) -> Iterator[str]:
-    """Yield what the laws say of ``FAR_LEARNERS``: the gap in per cent by steps, and what so many are worth."""
+def far_lines(efficiency: Efficiency) -> Iterator[str]:
+    """Yield how many machines ``FAR_LEARNERS`` are worth by the law, by size of the model."""
+    yield f"\n| parameters, rule | {' | '.join(f'M = {m:,}' for m in FAR_LEARNERS)} |"
+    yield f"|---|{'---|' * len(FAR_LEARNERS)}"
     for parameters, (rule, sync_every) in itertools.product(FAR_SIZES, (("mean", 3), ("RDA", 24))):
-        yield f"\n{parameters:,} parameters, {rule}, H = {sync_every}"
-        yield f"| M | {' | '.join(f'gap, {steps:,} steps, %' for steps in FAR_STEPS)} | token efficiency, % | worth |"
-        yield f"|---|{'---|' * len(FAR_STEPS)}---|---|"
-        for m in FAR_LEARNERS:
-            gaps = [laws[rule].gap(law.Point(parameters, steps, m, sync_every, 0.0)) for steps in FAR_STEPS]
-            share = max(1 / m, efficiency.of(m, sync_every, parameters))
-            yield f"| {m} | {' | '.join(f'{gap:.3g}' for gap in gaps)} | {100 * share:.2g} | {m * share:.2g} machines |"
+        worth = (m * efficiency.of(m, sync_every, parameters) for m in FAR_LEARNERS)
+        yield f"| {parameters:,}, {rule}, H = {sync_every} | {' | '.join(f'{one:.1f}' for one in worth)} |"
 
 
 class Compared(Exchange):
@@ -193,21 +189,12 @@ def main() -> None:
     found = by_seed(runner.rows())
     points = efficiencies(found)
     efficiency = fit(points)
-    yields = [-math.log(share / 100) for _, share in points]
-    known = [-math.log(efficiency.of(s.learners, s.sync_every, PARAMETERS[s.width])) for s, _ in points]
-    error = statistics.pstdev(math.log(a / b) for a, b in zip(yields, known, strict=True))
+    known = [efficiency.of(s.learners, s.sync_every, PARAMETERS[s.width]) for s, _ in points]
+    error = statistics.pstdev(math.log(share / 100 / law) for (_, share), law in zip(points, known, strict=True))
     print("\n".join(crowd_lines(found, efficiency)))
-    print(f"\ntoken efficiency, {len(points)} points, -ln off by {100 * error:.0f} %: {efficiency}")
+    print(f"\ntoken efficiency, {len(points)} points, off by {100 * error:.0f} %: {efficiency}")
     print("\n".join(check_lines(found, efficiency)))
-    rows = [one for size in law.sizes(law.SIZES[-1].parameters) for one in law.claims(size)]
-    rows += [one for size in law.equal(law.SIZES[-1].parameters) for one in law.claims(size, [law.EIGHT])]
-    laws = {}
-    for name, merge in law.LAWS.items():
-        fitted = law.fit(law.points(found, (row for row in rows if row.setting.merge == merge)))
-        assert fitted is not None
-        laws[name] = fitted
-        print(f"gap, {name}: {fitted}")
-    print("\n".join(far_lines(laws, efficiency)))
+    print("\n".join(far_lines(efficiency)))
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def crowd() -> list[Setting]:
         shape = {**questions.LINE, **ALONE, "batch": batch}
         return [
             as_shipped(**shape, steps=steps, learning_rate=rate, warmup=min(96, steps // 5))
-            for steps in (CROWD_STEPS, CROWD_STEPS // 2, CROWD_STEPS // 4)
+            for steps in (CROWD_STEPS, CROWD_STEPS // 2, CROWD_STEPS // 4, CROWD_STEPS // 8)
             for rate in (16e-3, 32e-3, 24e-3)
         ]
 

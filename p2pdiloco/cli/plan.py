@@ -5,7 +5,6 @@ codec fit the link. Nothing is created.
 from __future__ import annotations
 
 import argparse
-import math
 
 import msgspec
 
@@ -78,14 +77,13 @@ def _bytes(codec: str, step: float | None) -> float:
 
 def describe_loss(gap: float, wanted: Wanted) -> list[str]:
     """Return what training apart costs, as lines for people, by ``gap`` in per cent (``expected_gap``) and the law of
-    token efficiency that ``python -m benchmarks.quality.crowds`` fits. A learner alone has 1 / peers of the tokens."""
-    cost = 0.50 * (wanted.peers / 8) ** 0.94 * ((wanted.sync_every + 2) / 8) ** 0.54
-    share = max(1 / wanted.peers, math.exp(-cost * (min(wanted.parameters, LARGEST_MEASURED) / 1e5) ** -0.21))
-    worth = wanted.peers * share
+    token efficiency that ``python -m benchmarks.quality.crowds`` fits."""
+    excess = 0.69 * ((wanted.peers - 1) / 7) ** 0.84 * ((wanted.sync_every + 2) / 8) ** 0.58
+    share = 1 / (1 + excess * (min(wanted.parameters, LARGEST_MEASURED) / 1e5) ** -0.24)
     return [
         f"loss              roughly {gap:.2g} % above one machine with the same tokens, which needs "
-        f"{100 * share:.0f} % of them for it: {wanted.peers} learners are worth {worth:.2g} machine{'s' * (worth > 1)}",
-        "                  (measured with up to 16 learners, 4,000 steps, 2.8M parameters; beyond that extrapolated)",
+        f"{100 * share:.0f} % of them for it: {wanted.peers} learners are worth {wanted.peers * share:.2g} machines",
+        "                  (measured with up to 64 learners, or 4,000 steps, or 2.8M parameters; else extrapolated)",
     ]
 
 

@@ -252,7 +252,8 @@ def expected_gap(config: RunConfig, parameters: float, learners: int) -> float |
     This is the law that ``python -m benchmarks.quality scale`` fits to models of up to 0.9 million parameters; for one
     of 2.8 million it was at most 1.8 times too high, and 1.2 times too low. Larger models count as that. The law's H is
     that of the plain mean; with the momentum that is filled in above ``PLAIN_ROUND``, H = 12 lost 1.1 to 1.5 times what
-    H = 6 does, so a longer H counts as ``PLAIN_ROUND``.
+    H = 6 does, so a longer H counts as ``PLAIN_ROUND``. Beyond 16 learners the gap grows more slowly (the sweep
+    ``crowd``).
     """
     sync_every, steps = config.schedule.sync_every, max(1.0, _planned_steps(config)) / 1e3
     if learners < 2 or _optimizer(config) == "adamw" or config.model.folder or sync_every > LONGEST_ROUND:
@@ -260,7 +261,8 @@ def expected_gap(config: RunConfig, parameters: float, learners: int) -> float |
     if config.outer.merge == "rda":
         return 12.9 * (learners / 8) ** 0.95 * steps**-0.85 if sync_every == LONGEST_ROUND else None
     size, each = min(parameters, LARGEST_MEASURED) / 1e5, min(sync_every, PLAIN_ROUND)
-    return float(7.8 * (learners / 8) ** 1.17 * steps**-0.72 * ((each + 2) / 8) ** 0.74 * size**-0.14)
+    crowd = (min(learners, 16) / 8) ** 1.17 * max(1.0, learners / 16) ** 0.55
+    return float(7.8 * crowd * steps**-0.72 * ((each + 2) / 8) ** 0.74 * size**-0.14)
 
 
 def describe_rounds(config: RunConfig, parameters: float) -> str:
