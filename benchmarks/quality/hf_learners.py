@@ -41,11 +41,10 @@ class Copies:
         """Learner ``index``'s trainable parameters as the run's flat vector."""
         return FlatParameters(zip(self._names, self._own[index], strict=True), tensors, layout)
 
-    def step(self, batch: Tensor, progress: int) -> Tensor:
-        """One inner step at global step ``progress``; returns the losses, float32 [k]. ``batch``: int64 [k, samples,
-        context + 1]."""
+    def step(self, batch: Tensor, progress: int, global_step: int) -> Tensor:
+        """See ``Stepping``. ``batch``: int64 [k, samples, context + 1]."""
         inner, losses = self._setting.inner_config, []
-        rate = learning_rate(inner, progress, self._steps, progress * self._setting.step_tokens)
+        rate = learning_rate(inner, global_step, self._steps, progress * self._setting.step_tokens)
         for own, optimizer, windows in zip(self._own, self._optimizers, batch, strict=True):
             for shown, p in zip(self._shown, own, strict=True):
                 shown.data, shown.grad = p.data, None
@@ -60,6 +59,10 @@ class Copies:
             losses.append(value.detach())
         self._steps += 1
         return torch.stack(losses)
+
+    def forget(self) -> None:
+        """Begin with fresh inner optimizers."""
+        self._optimizers, self._steps = [adamw(self._setting, own) for own in self._own], 0
 
 
 def adamw(setting: Setting, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -111,7 +114,7 @@ def _train(model: nn.Module) -> None:
     text = corpus().train
     stream = Stream(text, seed=0, batch=BASE_BATCH, context=CONTEXT, learners=1, first=0, k=1, is_parted=False)
     for step in range(BASE_STEPS):
-        value = learner.step(stream.next(), step)
+        value = learner.step(stream.next(), step, step)
         if step % 100 == 0:
             print(f"base: step {step} of {BASE_STEPS}, loss {float(value):.3f}", flush=True)
     BASE.parent.mkdir(parents=True, exist_ok=True)

@@ -220,7 +220,8 @@ class Laboratory:
         first = self.members[group.members[0]]
         batch = group.stream.next()
         is_alone = group.step < s.alone_until
-        group.stack.step(batch[:1].expand_as(batch) if is_alone else batch, self._progress)
+        global_step = self._step if s.alone_until else self._progress
+        group.stack.step(batch[:1].expand_as(batch) if is_alone else batch, self._progress, global_step)
         tokens = s.step_tokens // len(self.members)
         trained = group.members[:1] if is_alone else group.members
         for index in group.members:
@@ -230,6 +231,7 @@ class Laboratory:
         group.step += 1
         if is_alone:
             if group.step == s.alone_until:
+                group.stack.forget()
                 self._begin_together()
             self._step = group.step
             return

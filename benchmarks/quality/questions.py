@@ -214,12 +214,19 @@ def causes() -> list[Setting]:
     """Causes of the gap, in 500 steps: eight learners with Muon, with windows of 64 and 128 bytes, and four with
     AdamW. What ships and the mean after every step have two or three learning rates, all else has the first of them."""
     found = []
-    for context, inner, m, rates, ways in (
-        (64, "muon", 8, (0.0346, 0.0202), tuple(CAUSES)),
-        (64, "adamw", 4, (4e-3, 8e-3, 2e-3), FEWER_CAUSES),
-        (128, "muon", 8, (0.0346, 0.0202), FEWER_CAUSES[:-1]),
+    for context, inner, m, warmup, rates, ways in (
+        (64, "muon", 8, 25, (0.0346, 0.0202), tuple(CAUSES)),
+        (64, "adamw", 4, 150, (8e-3, 4e-3, 16e-3), FEWER_CAUSES),
+        (128, "muon", 8, 25, (0.0346, 0.0202), FEWER_CAUSES[:-1]),
     ):
-        shape = {**LINE, "context": context, "batch": BY_WINDOW[context], "steps": 500, "warmup": 25, "inner": inner}
+        shape = {
+            **LINE,
+            "context": context,
+            "batch": BY_WINDOW[context],
+            "steps": 500,
+            "warmup": warmup,
+            "inner": inner,
+        }
         found += [_parallel(**shape, learning_rate=rate) for rate in rates]
         again = (*tuple(CAUSES)[:4], tuple(CAUSES)[-1]) if ways == tuple(CAUSES) else FEWER_CAUSES[:2]
         for rate in rates:
@@ -263,6 +270,97 @@ def cures() -> list[Setting]:
     return [*short, *full, _parallel(**LINE, batch=32, steps=3840, warmup=192, learning_rate=16e-3)]
 
 
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "exchange within one step": {"overlap": 1},
+    "every two steps, within one step": {"fragments": 2, "sync_every": 2, "overlap": 1},
+    "half the batch, twice the steps, every six": {**EACH_SIX, "overlap": 2},
+    "outer momentum": {"outer_rate": 0.7, "outer_momentum": 0.6},
+    "outer rate 1.5": {"outer_rate": 1.5},
+    "three times the warm-up": {"warmup": 75},
+    "one learner trains alone for 50 steps": {"alone_until": 50},
+    "AdamW's beta1 0.95": {"inner_momentum": 0.95},
+}
+"""Changes to the mean every three steps where it loses most: with AdamW, and with windows of 128."""
+
+
+def elsewhere() -> list[Setting]:
+    """Cures in short runs of four learners with AdamW, and of eight with Muon and windows of 128; faster embeddings,
+    head and norms with Muon, with data parallel at the same."""
+    found = []
+    for context, inner, m, rate in ((128, "muon", 8, 0.0202), (64, "adamw", 4, 4e-3)):
+        shape = {**LINE, "context": context, "batch": BY_WINDOW[context], "steps": 500, "warmup": 25, "inner": inner}
+        half = {"batch": BY_WINDOW[context] // 2, "steps": 1000, "warmup": 50}
+        for name, way in ELSEWHERE.items():
+            if inner == "muon" and "inner_momentum" in way:
+                continue
+            cell = EVERY_THREE | shape | {"learning_rate": rate, "learners": m} | way
+            found.append(as_shipped(**cell | (half if "half" in name else {})))
+        found.append(_parallel(**shape | half | {"learning_rate": rate}))
+    for context, rate in ((64, 0.0346), (128, 0.0202)):
+        shape = {**LINE, "context": context, "batch": BY_WINDOW[context], "steps": 500, "warmup": 25}
+        for faster in (2.0, 4.0, 0.5):
+            cell = shape | {"learning_rate": rate, "rest_rate": faster}
+            found += [as_shipped(**EVERY_THREE | cell, learners=8), _parallel(**cell)]
+    return found
+
+
+def elsewhere_full() -> list[Setting]:
+    """What helps with windows of 128, in full length, each at three rates; data parallel, with shorter runs of it from
+    which token efficiency is read."""
+    faster = {"overlap": 1}
+    ways: list[dict[str, Any]] = [{}, faster, {**faster, "fragments": 2, "sync_every": 2}]
+    windows = {**LINE, "context": 128, "batch": BY_WINDOW[128]}
+    lengths = [(steps, rate) for rate in (24e-3, 16e-3, 32e-3) for steps in (1920, 1440, 960)] + [(1920, 8e-3)]
+    found = [_parallel(**windows, steps=steps, learning_rate=rate) for steps, rate in lengths]
+    for rate in (16e-3, 24e-3, 11e-3):
+        found += [as_shipped(**EVERY_THREE | windows | way | {"learning_rate": rate}, learners=8) for way in ways]
+    return found
+
+
+def starts() -> list[Setting]:
+    """Gentler starts: a longer warm-up, also of data parallel, and one learner that trains alone at first. AdamW in
+    full length and in short runs, and Muon; what wins with three seeds."""
+    adamw: dict[str, Any] = {**LINE, "inner": "adamw"}
+    short = adamw | {"context": 64, "batch": BY_WINDOW[64], "steps": 500}
+    four: dict[str, Any] = {**EVERY_THREE, "inner": "adamw", "learners": 4}
+    pairs = ((8e-3, 576), (8e-3, 288), (12e-3, 576), (8e-3, 960), (5.6e-3, 288), (4e-3, 288))
+    found = [as_shipped(**four | {"learning_rate": rate, "warmup": warmup}) for rate, warmup in pairs]
+    found += [
+        as_shipped(**four | {"learning_rate": rate, "alone_until": alone, "warmup": warmup})
+        for rate, alone, warmup in ((8e-3, 96, 576), (8e-3, 96, 96), (8e-3, 192, 96), (16e-3, 96, 96), (16e-3, 192, 96))
+    ]
+    found += [_parallel(**adamw, learning_rate=rate, warmup=warmup) for rate, warmup in ((8e-3, 288), (12e-3, 576))]
+    for rate, warmup in ((16e-3, 288), (24e-3, 288), (24e-3, 576)):
+        found += [as_shipped(**EVERY_THREE | {"learning_rate": rate, "learners": 8, "warmup": warmup})]
+    for warmup, alone in ((75, 50), (150, 50), (75, 0), (150, 0)):
+        way = four | short | {"warmup": warmup, "learning_rate": 8e-3, "alone_until": alone}
+        found += [as_shipped(**way)] if alone else [as_shipped(**way), as_shipped(**way | {"learning_rate": 4e-3})]
+        found += [_parallel(**short, warmup=warmup, learning_rate=rate) for rate in (8e-3, 16e-3, 4e-3)]
+    return found
+
+
+LONG_WARMUP: dict[str, Any] = {**LINE, "inner": "adamw", "learning_rate": 8e-3, "warmup": 576}
+
+
+def warmups() -> list[Setting]:
+    """What wins of ``starts``, with three seeds beside what a user had before and data parallel; and what else ships
+    with AdamW: the mean every six steps, RDA every 24, eight learners."""
+    before: dict[str, Any] = {**EVERY_THREE, "inner": "adamw", "learning_rate": 4e-3}
+    found = []
+    for seed in (2, 3, 1):
+        found += [
+            as_shipped(**EVERY_THREE | LONG_WARMUP, seed=seed, learners=4),
+            _parallel(**LINE, inner="adamw", learning_rate=8e-3, seed=seed),
+            as_shipped(**before, seed=seed, learners=4),
+            as_shipped(**EVERY_THREE | LONG_WARMUP, seed=seed, learners=4, alone_until=96),
+        ]
+    for rate in (8e-3, 5.6e-3, 4e-3):
+        way = LONG_WARMUP | {"learning_rate": rate, "agreement": True, "learners": 4}
+        found += [as_shipped(**ANY_LENGTH | way), as_shipped(**ANY_LENGTH | way | EACH_TWELVE), as_shipped(**way)]
+    found += [as_shipped(**ANY_LENGTH | LONG_WARMUP, agreement=True, learners=8)]
+    return [*found, as_shipped(**EVERY_THREE | LONG_WARMUP, learners=8), as_shipped(**before, learners=8)]
+
+
 SMALLER: dict[str, Any] = {"width": 24, "heads": 2}
 
 
@@ -292,5 +390,9 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "few-fragments": few_fragments,
     "causes": causes,
     "cures": cures,
+    "elsewhere": elsewhere,
+    "elsewhere-full": elsewhere_full,
+    "starts": starts,
+    "warmups": warmups,
     "apart": apart,
 }

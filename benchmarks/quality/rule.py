@@ -23,7 +23,7 @@ from benchmarks.quality.claims import Cells, halves, parallel, tuned
 from benchmarks.quality.report import by_seed
 from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.protocol.manifest_defaults import in_rounds
+from p2pdiloco.protocol.manifest_defaults import WARMUP_SHARE, in_rounds
 
 MORE_BYTES = 1.05
 ALIKE = ("width", "depth", "heads", "context", "vocabulary", "batch", "steps", "data", "learners", "inner")
@@ -58,8 +58,15 @@ def is_as_chosen(setting: Setting, *, is_large: bool) -> bool:
     """Whether ``setting`` is what the product chooses, in how often and how it merges, with its usual codec."""
     plain = (setting.up, setting.down, setting.heading, setting.outer, setting.spectrum, setting.penalty)
     usual = plain == ("int4", "int4", "", "nesterov", 1.0, False) and not setting.sends_momentum
-    same = not (setting.inner_momentum or setting.predicts) and setting.owners == "one"
-    return usual and same and setting == chosen(setting, is_large=is_large)
+    same = not (setting.inner_momentum or setting.predicts or setting.alone_until) and setting.rest_rate == 1.0
+    start = warmups(setting.steps)[setting.inner == "adamw"]
+    is_usual = usual and same and setting.warmup in start and setting.owners == "one"
+    return is_usual and setting == chosen(setting, is_large=is_large)
+
+
+def warmups(steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the usual warm-ups of a run: with Muon, as sweeps have them, and with AdamW, as it ships."""
+    return (steps // 20, min(96, steps // 5)), (int(WARMUP_SHARE * steps),)
 
 
 def alternatives(found: Cells) -> dict[tuple[Any, ...], list[Row]]:
@@ -122,5 +129,8 @@ def _name(row: Row) -> str:
         "heading": s.heading,
         "predicts": s.predicts,
         "momentum": s.inner_momentum,
+        "warm-up": s.warmup if s.warmup not in warmups(s.steps)[s.inner == "adamw"] else 0,
+        "alone until": s.alone_until,
+        "rest's rate": s.rest_rate if s.rest_rate != 1.0 else 0,
     }
     return ", ".join([said, *(f"{name} {value}" for name, value in extra.items() if value)])

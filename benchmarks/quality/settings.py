@@ -52,6 +52,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     inner_momentum: float = 0.0
     """Of Muon, or AdamW's beta1; 0: what ships (0.95, 0.9)."""
+    rest_rate: float = 1.0
+    """With Muon: the rate of what AdamW moves beside it (embeddings, head, norms), relative to Muon's (shipped: 1)."""
     pools: Literal["", "gradients", "matrices", "rest", "momentum", "moments"] = ""
     """What learners average among themselves at every step, in float32 and for nothing, to find the gap's cause: the
     gradients, those of Muon's matrices only, or of all other parameters; the first moments of all optimizers before
@@ -128,7 +130,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the time that each learner is away, in spells of about 48 steps."""
     alone_until: int = 0
     """Steps in which only the first learner trains, with its own part of a batch; the others begin after them with its
-    weights. (With its optimizer's state, too, which the product does not send.)"""
+    weights. All have fresh inner optimizers then, as newcomers have."""
     join_at: float = 0.0
     """Share of the budget at which the last learner joins, with a fresh optimizer; 0: from the start."""
     cut: tuple[float, ...] = ()
@@ -145,6 +147,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.learners} learners cannot be in {self.groups} groups of equal size")
         if self.base and self.inner != "adamw":
             raise ValueError("fine-tuning is by AdamW")
+        if self.rest_rate != 1.0 and self.inner != "muon":
+            raise ValueError("embeddings, head and norms have a rate of their own with Muon")
         if self.sends_momentum and (self.inner != "muon" or self.base or self.outer_momentum or self.outer_rate != 1.0):
             raise ValueError("Muon's momentum is sent where a merge is the plain mean")
         if self.predicts and not (self.method == "diloco" and self.adopt == "carry" and self.is_in_step):
@@ -153,8 +157,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("what is not sent stays with the learner (feedback) or with its node (kept)")
         if self.method == "gossip" and (self.feedback or not self.is_in_step):
             raise ValueError("gossip is without codecs (feedback = False) and among learners in step")
-        if self.alone_until and not self.is_in_step:
-            raise ValueError("learners that begin with one's weights are in step")
+        if self.alone_until and (not self.is_in_step or self.sends_momentum):
+            raise ValueError("learners that begin with one's weights are in step, and send no momentum")
         if self.speeds and len(self.speeds) != self.learners:
             raise ValueError(f"{len(self.speeds)} speeds for {self.learners} learners")
 

@@ -81,8 +81,12 @@ class Stepping(Protocol):
     def flat(self, index: int, tensors: Sequence[TensorSpec], layout: Layout) -> FlatParameters:
         """Learner ``index``'s parameters as the run's flat vector."""
 
-    def step(self, batch: Tensor, progress: int) -> Tensor:
-        """One inner step at global step ``progress``; returns the losses, float32 [k]."""
+    def step(self, batch: Tensor, progress: int, global_step: int) -> Tensor:
+        """One inner step; returns the losses, float32 [k]. ``progress``: the budget that is trained, in whole steps of
+        all learners, by which the rate falls; ``global_step``: that of the warm-up."""
+
+    def forget(self) -> None:
+        """Begin with fresh inner optimizers."""
 
 
 class Stack:
@@ -117,8 +121,9 @@ class Stack:
         named = [(name, nn.Parameter(p.detach()[index])) for name, p in every.items()]
         return FlatParameters(named, tensors, layout)
 
-    def step(self, batch: Tensor, progress: int) -> Tensor:
-        """One inner step at global step ``progress``; returns the losses, float32 [k]."""
+    def step(self, batch: Tensor, progress: int, global_step: int) -> Tensor:
+        """One inner step; returns the losses, float32 [k]. ``progress``: the budget that is trained, in whole steps of
+        all learners, by which the rate falls; ``global_step``: that of the warm-up."""
         inner = self._setting.inner_config
         with torch.autocast("cuda", torch.bfloat16, enabled=batch.is_cuda and self._is_narrow):
             value = self._losses(self._parameters, batch)
@@ -126,14 +131,20 @@ class Stack:
         if self._setting.pools_from <= progress / self._setting.steps < self._setting.pools_until:
             self._pool()
         self._clip(inner.clip)
-        rate = learning_rate(inner, progress, self.steps, progress * self._setting.step_tokens)
+        rate = learning_rate(inner, global_step, self.steps, progress * self._setting.step_tokens)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate if isinstance(optimizer, Muon) else rate * self._setting.rest_rate
             optimizer.step()
             optimizer.zero_grad()
         self.steps += 1
         return value.detach()
+
+    def forget(self) -> None:
+        """Begin with fresh inner optimizers."""
+        self.steps = 0
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
 
     @torch.no_grad()
     def _pool(self) -> None:

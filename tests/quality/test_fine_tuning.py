@@ -42,8 +42,8 @@ def test_learners_that_take_turns_are_each_as_if_alone(way: str) -> None:
     both = hf_learners.Copies(setting, model, 2)
     alone = [hf_learners.Copies(setting, model, 1) for _ in range(2)]
     for progress, batch in enumerate(batches):
-        losses = both.step(batch, progress)
-        apart = [one.step(batch[index : index + 1], progress) for index, one in enumerate(alone)]
+        losses = both.step(batch, progress, progress)
+        apart = [one.step(batch[index : index + 1], progress, progress) for index, one in enumerate(alone)]
         assert torch.equal(losses, torch.cat(apart))
     laboratory = Laboratory(setting, text())
     for index, one in enumerate(alone):

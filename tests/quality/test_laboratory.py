@@ -74,7 +74,7 @@ def test_stacked_learners_train_like_plain_ones(kind: Literal["adamw", "muon"]) 
     stream = stream_of(learners=3, batch=12)
     for step in range(6):
         batch = stream.next()
-        measured = stack.step(batch, step)
+        measured = stack.step(batch, step, step)
         for index, (model, own) in enumerate(zip(plain, optimizers, strict=True)):
             value = loss(model, batch[index])
             assert float(value.detach()) == pytest.approx(float(measured[index]), rel=1e-5)
@@ -375,9 +375,18 @@ def test_the_inner_momentum_of_a_setting_is_that_of_its_optimizer() -> None:
         assert not torch.equal(run(**shape).theta, run(**shape, inner_momentum=0.5).theta)
 
 
+def test_embeddings_head_and_norms_have_a_rate_of_their_own() -> None:
+    shape: dict[str, Any] = {**MEAN, "inner": "muon"}
+    assert not torch.equal(run(**shape).theta, run(**shape, rest_rate=2.0).theta)
+    with pytest.raises(ValueError, match="rate of their own"):
+        run(**MEAN, inner="adamw", rest_rate=2.0)
+
+
 def test_learners_begin_with_the_weights_of_one_that_trained_alone() -> None:
-    """It has only its own part of the batches, and all of its tokens count."""
-    figures = run(**MEAN, alone_until=31).figures
+    """It has only its own part of the batches, all of its tokens count, and all inner optimizers are fresh then."""
+    laboratory = Laboratory(msgspec.structs.replace(SMALL, **MEAN, alone_until=31), text())
+    figures = laboratory.run().figures
+    assert [group.stack.steps for group in laboratory._groups if isinstance(group.stack, Stack)] == [17]
     alone, together = 31 * SMALL.step_tokens // 4, 17 * SMALL.step_tokens
     assert (figures["trained_tokens"], figures["global_steps"]) == (alone + together, 31 + 17)
     assert figures["smallest_share_of_turns"] == 1.0
