@@ -26,6 +26,22 @@ from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Codec, Layout, MergeRule, TensorSpec
 
 
+class Vector:
+    """A gradient held as a plain vector, float32 [n]."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.elements = values.numel()
+        self._values = values
+
+    def norm(self) -> float:
+        """See ``merge.Gradient``."""
+        return merge.norm(self._values)
+
+    def add_to(self, out: Tensor, chunk: int, factor: float) -> None:
+        """See ``merge.Gradient``."""
+        out.add_(self._values[chunk * CHUNK : (chunk + 1) * CHUNK] * factor)
+
+
 class Parcel(NamedTuple):
     """What one message carries."""
 
@@ -67,10 +83,10 @@ def pack(codec: str, x: Tensor) -> Parcel:
     name, _, number = codec.partition("@")
     if name == "fp32":
         values = x.clone()
-        return Parcel(merge.Vector(values), values, 4.0 * x.numel())
+        return Parcel(Vector(values), values, 4.0 * x.numel())
     if name == "top":
         chunks, values = sparse.encode(float(number), x)
-        return Parcel(merge.Vector(values), values, float(sum(map(len, chunks))))
+        return Parcel(Vector(values), values, float(sum(map(len, chunks))))
     how = quantization.recipe(_codec(name), float(number) if number else None)
     bodies = [bytes(body) for body in quantization.encode_vector(how, x)]
     values = quantization.decode_chunks(bodies, torch.empty_like(x))
@@ -158,7 +174,7 @@ class Exchange:
         kind, _, strength = self._setting.heading.partition("@")
         if kind:
             values = turned(kind, float(strength or 0), [_decoded(v) for v in gradients], self.momentum[span])
-            gradients = [merge.Vector(v) for v in values]
+            gradients = [Vector(v) for v in values]
         if self._setting.penalty:
             norms = [v.norm() for v in gradients]
             weights = [weight * math.exp(min(norms) - norm) for weight, norm in zip(weights, norms, strict=True)]

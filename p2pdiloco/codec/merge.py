@@ -69,20 +69,6 @@ class Gradient(Protocol):
         """Add ``factor`` times the chunk of that index to ``out``; both operations are rounded to float32."""
 
 
-class Vector:
-    """A gradient held as a plain vector, float32 [n]."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.elements = values.numel()
-        self._values = values
-
-    def norm(self) -> float:
-        return norm(self._values)
-
-    def add_to(self, out: Tensor, chunk: int, factor: float) -> None:
-        out.add_(self._values[chunk * CHUNK : (chunk + 1) * CHUNK] * factor)
-
-
 class EncodedGradient:
     """A gradient held as its chunks' encoded bodies (``formats``).
 

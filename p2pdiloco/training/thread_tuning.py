@@ -39,11 +39,6 @@ class ThreadChoice:
         self._usual_s = 0.0
         self._since = 0
 
-    @property
-    def is_trying(self) -> bool:
-        """True while a round of trials runs."""
-        return bool(self._left)
-
     def stepped(self, seconds: float) -> int | None:
         """Record a step's time; return the new number of threads if it changes."""
         if len(self.candidates) == 1:

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.quality.exchange import Vector
 from p2pdiloco.codec import agreement
 from p2pdiloco.codec.agreement import JUDGED, AgreementHistory, Judgement, least_factors
 from p2pdiloco.codec.formats import CHUNK
-from p2pdiloco.codec.merge import Vector, merge
+from p2pdiloco.codec.merge import merge
 from p2pdiloco.protocol.config import LEAST_FACTOR
 
 ELEMENTS = 1 << 15

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.quality.exchange import Vector
 from p2pdiloco.codec.merge import (
     MOST,
     EncodedGradient,
-    Vector,
     counted_lengths,
     counted_weights,
     direct_mean,

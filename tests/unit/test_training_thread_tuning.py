@@ -35,7 +35,7 @@ def test_the_fastest_number_is_taken(times: dict[int, float], expected: int) -> 
     assert choice.candidates == [4, 2, 1]
     train(choice, ROUND, times.__getitem__)
     assert choice.threads == expected
-    assert not choice.is_trying
+    assert not choice._left
 
 
 def test_a_step_that_hung_decides_nothing() -> None:
@@ -54,18 +54,18 @@ def test_another_load_is_measured_anew_after_a_while() -> None:
     choice = ThreadChoice(4)
     train(choice, ROUND, lambda threads: 1.0 / threads)
     train(choice, REST, lambda threads: 1.0 / threads)
-    assert (choice.threads, choice.is_trying) == (4, False)
+    assert (choice.threads, choice._left) == (4, [])
     train(choice, WATCHED + ROUND, lambda threads: 4.0 if threads == 4 else 1.0 / threads)
-    assert (choice.threads, choice.is_trying) == (2, False)
+    assert (choice.threads, choice._left) == (2, [])
     train(choice, REST + 2 * WATCHED + ROUND, lambda threads: 0.2 / threads)
-    assert (choice.threads, choice.is_trying) == (4, False), "the load is gone"
+    assert (choice.threads, choice._left) == (4, []), "the load is gone"
 
 
 def test_a_little_slower_is_no_other_load() -> None:
     choice = ThreadChoice(4)
     train(choice, ROUND, lambda threads: 1.0 / threads)
     train(choice, 3 * REST, lambda threads: 0.9 * CHANGED / threads)
-    assert not choice.is_trying
+    assert not choice._left
     for _ in range(3 * REST):  # short bursts
         assert choice.stepped(0.25) is None
 
