@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import uvloop
 
+from benchmarks.quality.exchange import Vector
 from benchmarks.wire import line
 
 with warnings.catch_warnings():
@@ -344,7 +345,7 @@ class Rounds:
             piece = peer.peer.state.layout.shards[shard]
             found = peer.peer.state.theta[piece.start : piece.stop] - theta
             numbers = range(self._config["peers"])
-            gradients = [merge.Vector(_repeated(block_of(i, self._rounds), piece.elements)) for i in numbers]
+            gradients = [Vector(_repeated(block_of(i, self._rounds), piece.elements)) for i in numbers]
             merged, moved = torch.empty(piece.elements), theta.clone()
             merge.merge(piece.merge, gradients, [1.0] * len(gradients), [1] * len(gradients), 1, merged)
             outer_optimizer.outer_step(
