@@ -321,8 +321,8 @@ class Durability:
             for digest in sorted(shelf.payloads.keys() - self._commits - shown_to_auditors):
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
-                refused = not peer.machine.replication.refusals.ids.keys().isdisjoint(self._bases[digest])
-                if name in givers or refused:  # it may wait for a head that this peer never reaches
+                is_apart = self._bases[digest].isdisjoint((*chain.log_ids, *chain.ancestry))
+                if name in givers or is_apart:  # it may wait for a head that this peer never reaches (M2b)
                     continue
                 if max(at, here_since, host.workers.held_up_at) < long_ago:
                     checks.violated(10, f"{name[-6:]} keeps what {min(givers)[-6:]} gave, merged at {at:.1f} s")
