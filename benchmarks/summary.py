@@ -5,7 +5,7 @@
 Runs each benchmark below with its usual settings, one after the other, and shows one figure of each row that it wrote:
 beside the most that is asked, and beside another system where one was measured in the same run. Measures whose
 benchmark wrote no such row are named, and the exit status is then 1. ``--only exchange`` runs those whose names have
-that word. All of them take about a quarter of an hour; those of lines need root. With ``--beside``, a worktree of
+that word. All of them take about twenty minutes; those of lines need root. With ``--beside``, a worktree of
 another commit, in which ``pip install -e .`` has built the library, does each of them in turn with this one.
 """
 

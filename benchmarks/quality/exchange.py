@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.plain_gradient import Vector
 from benchmarks.quality import sparse
 from benchmarks.quality.headings import turned
 from benchmarks.quality.settings import Setting
@@ -24,22 +25,6 @@ from p2pdiloco.codec.agreement import AgreementHistory
 from p2pdiloco.codec.formats import CHUNK, FORMATS
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Codec, Layout, MergeRule, TensorSpec
-
-
-class Vector:
-    """A gradient held as a plain vector, float32 [n]."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.elements = values.numel()
-        self._values = values
-
-    def norm(self) -> float:
-        """See ``merge.Gradient``."""
-        return merge.norm(self._values)
-
-    def add_to(self, out: Tensor, chunk: int, factor: float) -> None:
-        """See ``merge.Gradient``."""
-        out.add_(self._values[chunk * CHUNK : (chunk + 1) * CHUNK] * factor)
 
 
 class Parcel(NamedTuple):

@@ -270,32 +270,31 @@ def cures() -> list[Setting]:
     return [*short, *full, _parallel(**LINE, batch=32, steps=3840, warmup=192, learning_rate=16e-3)]
 
 
-ELSEWHERE: dict[str, dict[str, Any]] = {
+MORE_CURES: dict[str, dict[str, Any]] = {
     "exchange within one step": {"overlap": 1},
     "every two steps, within one step": {"fragments": 2, "sync_every": 2, "overlap": 1},
-    "half the batch, twice the steps, every six": {**EACH_SIX, "overlap": 2},
     "outer momentum": {"outer_rate": 0.7, "outer_momentum": 0.6},
     "outer rate 1.5": {"outer_rate": 1.5},
     "three times the warm-up": {"warmup": 75},
     "one learner trains alone for 50 steps": {"alone_until": 50},
-    "AdamW's beta1 0.95": {"inner_momentum": 0.95},
 }
 """Changes to the mean every three steps where it loses most: with AdamW, and with windows of 128."""
 
 
-def elsewhere() -> list[Setting]:
-    """Cures in short runs of four learners with AdamW, and of eight with Muon and windows of 128; faster embeddings,
-    head and norms with Muon, with data parallel at the same."""
+def more_cures() -> list[Setting]:
+    """Cures in short runs of four learners with AdamW, and of eight with Muon and windows of 128: ``MORE_CURES``, half
+    the batch in twice the steps, and a beta1 of 0.95; faster embeddings, head and norms with Muon, and data parallel
+    with these."""
     found = []
     for context, inner, m, rate in ((128, "muon", 8, 0.0202), (64, "adamw", 4, 4e-3)):
         shape = {**LINE, "context": context, "batch": BY_WINDOW[context], "steps": 500, "warmup": 25, "inner": inner}
+        cell = EVERY_THREE | shape | {"learning_rate": rate, "learners": m}
+        found += [as_shipped(**cell | way) for way in MORE_CURES.values()]
         half = {"batch": BY_WINDOW[context] // 2, "steps": 1000, "warmup": 50}
-        for name, way in ELSEWHERE.items():
-            if inner == "muon" and "inner_momentum" in way:
-                continue
-            cell = EVERY_THREE | shape | {"learning_rate": rate, "learners": m} | way
-            found.append(as_shipped(**cell | (half if "half" in name else {})))
+        found.append(as_shipped(**cell | half | {**EACH_SIX, "overlap": 2}))
         found.append(_parallel(**shape | half | {"learning_rate": rate}))
+        if inner == "adamw":
+            found.append(as_shipped(**cell | {"inner_momentum": 0.95}))
     for context, rate in ((64, 0.0346), (128, 0.0202)):
         shape = {**LINE, "context": context, "batch": BY_WINDOW[context], "steps": 500, "warmup": 25}
         for faster in (2.0, 4.0, 0.5):
@@ -304,9 +303,9 @@ def elsewhere() -> list[Setting]:
     return found
 
 
-def elsewhere_full() -> list[Setting]:
-    """What helps with windows of 128, in full length, each at three rates; data parallel, with shorter runs of it from
-    which token efficiency is read."""
+def long_windows() -> list[Setting]:
+    """Windows of 128 in full length: eight learners as shipped, and with quicker exchanges, each at three rates; data
+    parallel, with shorter runs of it from which token efficiency is read."""
     faster = {"overlap": 1}
     ways: list[dict[str, Any]] = [{}, faster, {**faster, "fragments": 2, "sync_every": 2}]
     windows = {**LINE, "context": 128, "batch": BY_WINDOW[128]}
@@ -317,9 +316,9 @@ def elsewhere_full() -> list[Setting]:
     return found
 
 
-def starts() -> list[Setting]:
-    """Gentler starts: a longer warm-up, also of data parallel, and one learner that trains alone at first. AdamW in
-    full length and in short runs, and Muon; what wins with three seeds."""
+def gentle_starts() -> list[Setting]:
+    """Gentler starts: a longer warm-up, also of data parallel, and one learner that trains alone at first; AdamW in
+    full length and in short runs, and Muon."""
     adamw: dict[str, Any] = {**LINE, "inner": "adamw"}
     short = adamw | {"context": 64, "batch": BY_WINDOW[64], "steps": 500}
     four: dict[str, Any] = {**EVERY_THREE, "inner": "adamw", "learners": 4}
@@ -342,9 +341,9 @@ def starts() -> list[Setting]:
 LONG_WARMUP: dict[str, Any] = {**LINE, "inner": "adamw", "learning_rate": 8e-3, "warmup": 576}
 
 
-def warmups() -> list[Setting]:
-    """What wins of ``starts``, with three seeds beside what a user had before and data parallel; and what else ships
-    with AdamW: the mean every six steps, RDA every 24, eight learners."""
+def long_warmups() -> list[Setting]:
+    """AdamW's long warm-up with three seeds, beside the short one that shipped before and data parallel; also with the
+    mean every six and twelve steps, RDA every 24, and eight learners."""
     before: dict[str, Any] = {**EVERY_THREE, "inner": "adamw", "learning_rate": 4e-3}
     found = []
     for seed in (2, 3, 1):
@@ -390,9 +389,9 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "few-fragments": few_fragments,
     "causes": causes,
     "cures": cures,
-    "elsewhere": elsewhere,
-    "elsewhere-full": elsewhere_full,
-    "starts": starts,
-    "warmups": warmups,
+    "more-cures": more_cures,
+    "long-windows": long_windows,
+    "gentle-starts": gentle_starts,
+    "long-warmups": long_warmups,
     "apart": apart,
 }

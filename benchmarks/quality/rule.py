@@ -59,14 +59,15 @@ def is_as_chosen(setting: Setting, *, is_large: bool) -> bool:
     plain = (setting.up, setting.down, setting.heading, setting.outer, setting.spectrum, setting.penalty)
     usual = plain == ("int4", "int4", "", "nesterov", 1.0, False) and not setting.sends_momentum
     same = not (setting.inner_momentum or setting.predicts or setting.alone_until) and setting.rest_rate == 1.0
-    start = warmups(setting.steps)[setting.inner == "adamw"]
-    is_usual = usual and same and setting.warmup in start and setting.owners == "one"
+    is_usual = usual and same and setting.warmup in usual_warmups(setting) and setting.owners == "one"
     return is_usual and setting == chosen(setting, is_large=is_large)
 
 
-def warmups(steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the usual warm-ups of a run: with Muon, as sweeps have them, and with AdamW, as it ships."""
-    return (steps // 20, min(96, steps // 5)), (int(WARMUP_SHARE * steps),)
+def usual_warmups(setting: Setting) -> tuple[int, ...]:
+    """Return the warm-ups of a run that count as the product's: that of AdamW, and those of the sweeps with Muon."""
+    if setting.inner == "adamw":
+        return (int(WARMUP_SHARE * setting.steps),)
+    return setting.steps // 20, min(96, setting.steps // 5)
 
 
 def alternatives(found: Cells) -> dict[tuple[Any, ...], list[Row]]:
@@ -129,7 +130,7 @@ def _name(row: Row) -> str:
         "heading": s.heading,
         "predicts": s.predicts,
         "momentum": s.inner_momentum,
-        "warm-up": s.warmup if s.warmup not in warmups(s.steps)[s.inner == "adamw"] else 0,
+        "warm-up": s.warmup if s.warmup not in usual_warmups(s) else 0,
         "alone until": s.alone_until,
         "rest's rate": s.rest_rate if s.rest_rate != 1.0 else 0,
     }

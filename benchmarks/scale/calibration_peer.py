@@ -148,11 +148,13 @@ async def _obeyed(peer: CalibrationPeer, config: line.Message, command: line.Mes
             membership, follows = peer.peer.machine.core.membership, peer.options.is_follower
             others, learners = len(addresses) - 1, len(addresses) - config["followers"] - (not follows)
             redial = asyncio.create_task(_redial(peer, addresses[: config["index"]]))
-            await until(
-                lambda: len(membership.live) == others and len(membership.participating) == learners,
-                "the peers see each other",
-            )
-            redial.cancel()
+            try:
+                await until(
+                    lambda: len(membership.live) == others and len(membership.participating) == learners,
+                    "the peers see each other",
+                )
+            finally:
+                redial.cancel()
         case "go" if not peer.options.is_follower:
             assert isinstance(peer.stand_in, SteppingStandIn)
             peer.host.spawn(peer.stand_in.step(), name="steps")

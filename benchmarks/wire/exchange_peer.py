@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import uvloop
 
-from benchmarks.quality.exchange import Vector
+from benchmarks.plain_gradient import Vector
 from benchmarks.wire import line
 
 with warnings.catch_warnings():

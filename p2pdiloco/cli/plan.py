@@ -83,7 +83,8 @@ def describe_loss(gap: float, wanted: Wanted) -> list[str]:
     return [
         f"loss              roughly {gap:.2g} % above one machine with the same tokens, which needs "
         f"{100 * share:.0f} % of them for it: {wanted.peers} learners are worth {wanted.peers * share:.2g} machines",
-        "                  (measured with up to 64 learners, or 4,000 steps, or 2.8M parameters; else extrapolated)",
+        "                  (measured: 16 learners, 64 of a small model, 4,000 steps, 2.8M parameters; "
+        "else extrapolated)",
     ]
 
 

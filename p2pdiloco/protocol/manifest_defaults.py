@@ -65,7 +65,7 @@ and 0.008 at 96 (0.016 is 0.8 % worse); with three learners 0.004, the highest t
 LARGEST_RATE: Final = 0.016
 WARMUP_SHARE: Final = 0.3
 """Share of a run of AdamW from scratch for its warm-up. Several learners can then use the rate that is best for one
-machine, and lose half as much (``python -m benchmarks.quality run warmups``)."""
+machine, and lose half as much (``python -m benchmarks.quality run long-warmups``)."""
 DECAY_SHARE: Final = 0.2
 """Share of a token budget, at its end, over which the learning rate falls."""
 LINE_SHARE: Final = 0.95
@@ -252,8 +252,8 @@ def expected_gap(config: RunConfig, parameters: float, learners: int) -> float |
     This is the law that ``python -m benchmarks.quality scale`` fits to models of up to 0.9 million parameters; for one
     of 2.8 million it was at most 1.8 times too high, and 1.2 times too low. Larger models count as that. The law's H is
     that of the plain mean; with the momentum that is filled in above ``PLAIN_ROUND``, H = 12 lost 1.1 to 1.5 times what
-    H = 6 does, so a longer H counts as ``PLAIN_ROUND``. Beyond 16 learners the gap grows more slowly (the sweep
-    ``crowd``).
+    H = 6 does, so a longer H counts as ``PLAIN_ROUND``. Beyond 16 learners the mean's gap grows more
+    slowly (the sweep ``crowd``).
     """
     sync_every, steps = config.schedule.sync_every, max(1.0, _planned_steps(config)) / 1e3
     if learners < 2 or _optimizer(config) == "adamw" or config.model.folder or sync_every > LONGEST_ROUND:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.quality.exchange import Vector
+from benchmarks.plain_gradient import Vector
 from p2pdiloco.codec import agreement
 from p2pdiloco.codec.agreement import JUDGED, AgreementHistory, Judgement, least_factors
 from p2pdiloco.codec.formats import CHUNK

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.quality.exchange import Vector
+from benchmarks.plain_gradient import Vector
 from p2pdiloco.codec.merge import (
     MOST,
     EncodedGradient,

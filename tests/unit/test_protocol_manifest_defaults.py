@@ -242,6 +242,7 @@ def test_a_founder_is_told_what_training_apart_costs_and_what_half_of_h_would() 
 
     assert expected_gap(config(1000), 1e5, 8) == pytest.approx(7.8)
     assert expected_gap(config(1000), 1e5, 4) == pytest.approx(7.8 * 0.5**1.17)
+    assert expected_gap(config(1000), 1e5, 64) == pytest.approx(7.8 * 2**1.17 * 4**0.55), "more slowly beyond 16"
     assert expected_gap(config(4000), 1e5, 8) == pytest.approx(12.9 * 4**-0.85)
     assert expected_gap(config(1000), 2.8e6, 8) == expected_gap(config(1000), 1e12, 8)
     told = describe_rounds(config(1000), 1e5)
