@@ -121,15 +121,17 @@ def merge(
     out: Tensor,
     factors: Sequence[float] | None = None,
     longest: float = math.inf,
+    members: Sequence[int] = (),
 ) -> Agreement:
     """Merge by ``rule`` into ``out``, float32 [n] (see ``direct_mean`` and ``radial_directional``).
 
     Each contribution declares its weight (``token_weight``) and its inner steps. ``round_steps`` is H.
     ``factors`` multiply the weights after these have been limited (``agreement``). ``longest`` is the length that the
-    result may have if all count in full; what counts for less may not make up for it by its length.
+    result may have if all count in full; what counts for less may not make up for it by its length. ``members``: how
+    many learners' each is; empty: one's.
     """
     norms = [_length(v) for v in gradients]
-    weights, lengths = counted_weights(weights), counted_lengths(norms, steps, round_steps)
+    weights, lengths = counted_weights(weights, members), counted_lengths(norms, steps, round_steps)
     scale = 1.0
     if factors is not None:
         heaviest = max(weights, default=0.0)
@@ -157,11 +159,12 @@ def merge_declared(
     round_steps: int,
     out: Tensor,
     longest: float,
+    members: Sequence[int] = (),
 ) -> Agreement:
     """Merge as ``merge`` does, with what a commit says: its contributors and its factors (empty: 100 per cent each)."""
     weights, steps = [token_weight(c.tokens, c.steps) for c in declared], [c.steps for c in declared]
     factors = [factor / 100 for factor in per_cent] or None
-    return merge(rule, gradients, weights, steps, round_steps, out, factors, longest)
+    return merge(rule, gradients, weights, steps, round_steps, out, factors, longest, members)
 
 
 def _mean_cosine(parts: Sequence[float], length: float) -> float | None:
@@ -180,9 +183,15 @@ def _length(v: Gradient) -> float:
     return found if found >= SHORTEST else 0.0
 
 
-def counted_weights(weights: Sequence[float]) -> list[float]:
-    """Return the weight with which each contribution counts, from the declared weights (rule 4)."""
-    return [min(w, MOST_WEIGHT * typical) for w, typical in zip(weights, _typical(weights), strict=True)]
+def counted_weights(weights: Sequence[float], members: Sequence[int] = ()) -> list[float]:
+    """Return the weight with which each contribution counts, from the declared weights (rule 4).
+
+    The merge of a group's ``members`` counts for as many contributions, each of its mean weight.
+    """
+    numbers = members or [1] * len(weights)
+    means = [w / number for w, number in zip(weights, numbers, strict=True)]
+    counted = [min(w, MOST_WEIGHT * typical) for w, typical in zip(means, _typical(means), strict=True)]
+    return [w * number for w, number in zip(counted, numbers, strict=True)]
 
 
 def counted_lengths(norms: Sequence[float], steps: Sequence[int], round_steps: int) -> list[float]:

@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from p2pdiloco.protocol.audits import AUDITED_VERSIONS, MOST_AUDITED_BYTES
 from p2pdiloco.protocol.barred_owners import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import Manifest, Shard
-from p2pdiloco.protocol.messages import CommitHeader, WrongMerge, commit_id
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, WrongMerge, commit_id
 from p2pdiloco.timing import RateLimiter
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import GetPayload, encode
@@ -66,18 +67,20 @@ class _OnDisk:
 
 
 def merge_problem(
-    header: CommitHeader,
+    commit: WrongMerge,
     payloads: Mapping[Digest, Held],
     piece: Shard,
     round_steps: int,
     recipes: Sequence[Recipe],
     disk: Disk,
 ) -> str | None:
-    """Return how a commit's values differ from the merge of the contributions that it names, or None.
+    """Return how the values of a merge, of a commit or of one of its groups, differ from what its contributions give,
+    or None.
 
     The result follows from the arguments to the bit, on every machine.
 
     Args:
+        commit: the merge, as if it were wrong.
         payloads: those of ``audited_payloads``.
         piece: the commit's shard.
         round_steps: inner steps between two exchanges of a fragment (H).
@@ -87,28 +90,49 @@ def merge_problem(
     Raises:
         LostPayloadError: it has lost one.
     """
-    elements = piece.elements
-    if not all(c.payload for c in header.contributors):
+    elements, claim = piece.elements, _claim_of(commit)
+    if not all(c.payload for c in claim.contributors):
         return "it names a contribution without values"
     try:
-        gradients = [_gradient(payloads[Digest(c.payload.hex())], elements, disk) for c in header.contributors]
+        gradients = [_gradient(payloads[Digest(c.payload.hex())], elements, disk) for c in claim.contributors]
         merged = torch.empty(elements)
-        longest = header.longest or math.inf
-        merge.merge_declared(piece.merge, gradients, header.contributors, header.factors, round_steps, merged, longest)
-        committed = _bodies(payloads[header.payload], elements, disk)
+        rules = (claim.contributors, claim.factors, round_steps, merged, claim.longest, claim.members)
+        merge.merge_declared(piece.merge, gradients, *rules)
+        committed = _bodies(payloads[claim.payload], elements, disk)
         codec = committed[0][1]
         for how in recipes:
-            if FORMATS[how.codec].number == codec and _is_same(committed, header, how, merged):
-                return _factor_problem(header, gradients)
+            if FORMATS[how.codec].number == codec and _is_same(committed, claim, how, merged):
+                return _factor_problem(claim, gradients)
     except (ValueError, ArithmeticError, IndexError) as error:
         return f"its contributions cannot be merged: {error}"
     return "its values are not the merge of the contributions that it names"
 
 
-def _factor_problem(header: CommitHeader, gradients: Sequence[merge.Gradient]) -> str | None:
+class _Claim(NamedTuple):
+    """What a commit, or one of its groups, says of a merge."""
+
+    contributors: tuple[Contributor, ...]
+    factors: tuple[int, ...]
+    payload: Digest
+    longest: float
+    length: float | None
+    """None: it says none."""
+    members: tuple[int, ...] = ()
+
+
+def _claim_of(commit: WrongMerge) -> _Claim:
+    header = commit.header
+    if commit.part < 0:
+        members, longest = tuple(len(part.members) for part in header.parts), header.longest or math.inf
+        return _Claim(header.merged, header.merged_factors, header.payload, longest, header.length, members)
+    group = header.groups()[commit.part]
+    return _Claim(group.contributors, group.factors, Digest(group.payload.hex()), math.inf, None)
+
+
+def _factor_problem(claim: _Claim, gradients: Sequence[merge.Gradient]) -> str | None:
     """Return which factor of a merge no honest owner can have stated, or None. Empty factors are all 100 per cent."""
-    least = agreement.least_factors(gradients, b"".join(c.payload for c in header.contributors))
-    for c, factor, lowest in zip(header.contributors, header.factors, least, strict=False):
+    least = agreement.least_factors(gradients, b"".join(c.payload for c in claim.contributors))
+    for c, factor, lowest in zip(claim.contributors, claim.factors, least, strict=False):
         if factor < lowest:
             return f"it counts {factor} % of what {c.learner} gave, which agrees with the others: at least {lowest} %"
     return None
@@ -127,12 +151,12 @@ def _bodies(held: Held, elements: int, disk: Disk) -> Bodies:
     return Bodies(*compression.unpack(payload, quantization.chunk_count(elements), quantization.LARGEST_BODY))
 
 
-def _is_same(committed: Bodies, header: CommitHeader, how: Recipe, merged: torch.Tensor) -> bool:
+def _is_same(committed: Bodies, claim: _Claim, how: Recipe, merged: torch.Tensor) -> bool:
     """Return whether ``merged``, encoded as an owner does, is what was committed. Compressed bytes are not compared,
     since they depend on the release of zstd."""
-    bodies, length = merge.encode(how, merged.clone(), header.longest or math.inf)
+    bodies, length = merge.encode(how, merged.clone(), claim.longest)
     pairs = zip(bodies, committed, strict=True)
-    return length == header.length and all(
+    return claim.length in (None, length) and all(
         np.array_equal(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)) for a, b in pairs
     )
 
@@ -207,14 +231,25 @@ class Auditor:
         self._checking: asyncio.Task[None] | None = None
 
     def consider(self, effect: ef.Audit) -> None:
-        """Audit a commit with the given probability."""
+        """Audit a merge with the given probability."""
         if self._host.draw() >= effect.chance or len(self._audits) >= AUDITS_WAITING:
             return
         proof = self._payload_cache.shards[effect.shard].proofs.get(effect.commit)
-        if proof is not None:
-            self._audits.append((WrongMerge(*proof), min(ANSWER_S, max(LEAST_ANSWER_S, effect.patience_s))))
-            if self._auditing is None or self._auditing.done():
-                self._auditing = self._host.keep(self._audit_waiting, name="audits")
+        if proof is None:
+            return
+        answer_s = min(ANSWER_S, max(LEAST_ANSWER_S, effect.patience_s))
+        begin = partial(self._begin_audit, WrongMerge(*proof, effect.part), answer_s)
+        if effect.part < 0:
+            begin()
+        else:  # its collector shows it once it has the commit, which this peer may have had first
+            self._host.call_at(self._host.now() + answer_s, begin)
+
+    def _begin_audit(self, commit: WrongMerge, answer_s: float) -> None:
+        if self._driver.is_closed:
+            return
+        self._audits.append((commit, answer_s))
+        if self._auditing is None or self._auditing.done():
+            self._auditing = self._host.keep(self._audit_waiting, name="audits")
 
     def accused(self, accuser: PeerId, accusation: WrongMerge) -> None:
         """Check what ``accuser`` says of an owner."""
@@ -246,13 +281,13 @@ class Auditor:
         header, asked_at = commit.header, self._version(commit)
         if not self._is_open(commit) or asked_at >= header.version + AUDITED_VERSIONS:
             return
-        case = self._begin(header, answer_s)
-        is_right = await self._judge(commit, (header.owner,), case)
+        case = self._begin(commit, answer_s)
+        is_right = await self._judge(commit, (commit.owner,), case)
         if is_right is False or case.is_given_up or self._driver.is_closed:
             return
         # An owner that takes its time does not escape by that. One that answers may be ahead of this peer.
-        version = self._version(commit) if header.owner in case.refused else asked_at
-        self._driver.feed(ev.Audited(header.shard, header.version, header.owner, is_right is not None, version))
+        version = self._version(commit) if commit.owner in case.refused else asked_at
+        self._driver.feed(ev.Audited(header.shard, header.version, commit.owner, is_right is not None, version))
 
     def _version(self, commit: WrongMerge) -> int:
         head = self._view.head(commit.shard)
@@ -278,7 +313,7 @@ class Auditor:
             self._convict(accusation, {}, str(error))
             return
         if is_signed:
-            is_right = await self._judge(accusation, (accuser, owner), self._begin(accusation.header, ANSWER_S))
+            is_right = await self._judge(accusation, (accuser, owner), self._begin(accusation, ANSWER_S))
         if is_right:
             self._ignore(accuser, f"it accuses {owner} of a wrong merge, which is right")
         elif is_right is None and accuser not in self._ignored:
@@ -288,10 +323,10 @@ class Auditor:
         """Return whether a merge is right; None if its payloads did not come. A wrong one is reported."""
         cached = self._payload_cache.shards[commit.shard].payloads
         try:
-            payloads = await self._collect(commit.header, sources, case)
+            payloads = await self._collect(commit, sources, case)
             if payloads is None or self._driver.is_closed:
                 return None
-            problem = await self._host.work("audits", partial(self._problem, commit.header, payloads))
+            problem = await self._host.work("audits", partial(self._problem, commit, payloads))
             if problem is not None and not self._driver.is_closed:
                 self._convict(commit, payloads, problem)
         except LostPayloadError as error:
@@ -302,13 +337,13 @@ class Auditor:
             self._driver.store.drop([held for held in case.fetched if cached.get(held.digest) is not held])
         return problem is None
 
-    def _problem(self, header: CommitHeader, payloads: Mapping[Digest, Held]) -> str | None:
+    def _problem(self, commit: WrongMerge, payloads: Mapping[Digest, Held]) -> str | None:
         """Return what is wrong with a merge. As memory and processors err, it must be found twice."""
-        piece, found = self._layout.shards[header.shard], list[str | None]()
+        piece, found = self._layout.shards[commit.shard], list[str | None]()
         for _ in range(2):
             if any((data := held.data) is not None and digest_of(data) != held.digest for held in payloads.values()):
                 return None
-            found.append(merge_problem(header, payloads, piece, self._round_steps, self._recipes, self._host.disk))
+            found.append(merge_problem(commit, payloads, piece, self._round_steps, self._recipes, self._host.disk))
             if found[0] is None:
                 return None
         return found[1]
@@ -350,25 +385,25 @@ class Auditor:
 
     # -- payloads ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, header: CommitHeader, answer_s: float) -> _Case:
-        count, most = len(audited_payloads(header)), self._most_bytes(header)
+    def _begin(self, commit: WrongMerge, answer_s: float) -> _Case:
+        count, most = len(audited_payloads(commit.header, commit.part)), self._most_bytes(commit.header)
         now, case_s = self._host.now(), answer_s + count * (TURN_S + most / SLOWEST_BYTES_PER_S)
         return _Case(now, now + min(CASE_S, case_s), answer_s)
 
     def _most_bytes(self, header: CommitHeader) -> int:
         return compression.payload_limit(self._layout.shards[header.shard].elements)
 
-    async def _collect(self, header: CommitHeader, sources: Sequence[PeerId], case: _Case) -> dict[Digest, Held] | None:
-        """Return the payloads that make the merge again, from here, from ``sources`` or from the contributors; None if
-        one is not there, or all are too large."""
-        found, store = dict[Digest, Held](), self._driver.store
-        cached = self._payload_cache.shards[header.shard]
-        givers = {Digest(c.payload.hex()): peer_of(c.learner) for c in header.contributors}
+    async def _collect(self, commit: WrongMerge, sources: Sequence[PeerId], case: _Case) -> dict[Digest, Held] | None:
+        """Return the payloads that make the merge again, from here, from ``sources`` or from who made them; None if one
+        is not there, or all are too large."""
+        found, store, header = dict[Digest, Held](), self._driver.store, commit.header
+        cached, wanted = self._payload_cache.shards[header.shard], audited_payloads(header, commit.part)
+        givers = {Digest(c.payload.hex()): peer_of(c.learner) for c in (*header.contributors, *header.merged)}
         most_bytes = MOST_AUDITED_BYTES if store.may_write() else MEMORY_BYTES
-        if (len(givers) + 1) * cached.size_of(header.payload) > most_bytes:  # a contribution is as large as the commit
+        if len(wanted) * cached.size_of(header.payload) > most_bytes:  # a contribution is as large as the commit
             self._give_up(header, case)
             return None
-        for digest in sorted(audited_payloads(header)):
+        for digest in sorted(wanted):
             held = cached.payloads.get(digest)
             for source in dict.fromkeys((*sources, givers.get(digest, header.owner))):
                 if held is None and source not in case.failed and not self._driver.is_closed:

@@ -194,10 +194,12 @@ class Driver:
             case msg.Contribution() if message.payload:
                 shard, held = message.shard, self.payload_cache.shards[message.shard].payloads.get(message.payload)
                 if held is None:
-                    self.feed(ev.Failed("give", shard, None, "an own payload is gone"))
+                    if message.group is None:
+                        self.feed(ev.Failed("give", shard, None, "an own payload is gone"))
                     return
                 self.sent_up.count(shard, held, len(effect.peers))
-                topic = f"contribution {shard}"  # A later one covers an earlier one's tokens (rule T5).
+                what = "contribution" if message.group is None else "group"
+                topic = f"{what} {shard}"  # A later one covers an earlier one's tokens (rule T5).
                 told = encode(message)
                 self.store.fetch(held, lambda data: self._deliver(effect.peers, told, data, topic), lambda: None)
             case msg.Commit() if self.commit_log.is_appending(commit := msg.commit_id(message.header)):
@@ -293,7 +295,7 @@ class Driver:
             if culprit is not None:
                 self.metrics.report_fault(culprit, "contribution", str(error))
             # Contributions to a spoilt state are still good: they are merged after the repair.
-            if work != "merge" or not isinstance(error, SpoiltStateError):
+            if work not in ("merge", "group") or not isinstance(error, SpoiltStateError):
                 unfit = isinstance(error, UnfitCommitError)
                 self.feed(ev.Failed("values" if unfit else work, shard, culprit, str(error)))
             if isinstance(error, SpoiltStateError):
@@ -368,10 +370,11 @@ class Driver:
     def _merge(self, effect: ef.Merge) -> None:
         payloads = self.payload_cache.shards[effect.shard].payloads
         given = [(c.contributor, payloads[c.payload]) for c in effect.contributions if c.payload in payloads]
+        kind = "group" if effect.is_group else "merge"
         if len(given) < len(effect.contributions):
             gone = next(c for c in effect.contributions if c.payload not in payloads)
             giver = peer_of(gone.contributor.learner)
-            self.feed(ev.Failed("merge", effect.shard, giver, "a contribution's payload is gone"))
+            self.feed(ev.Failed(kind, effect.shard, giver, "a contribution's payload is gone"))
             if giver == self.view.me:
                 self.feed(ev.Failed("give", effect.shard, None, "an own payload is gone"))
             return
@@ -382,7 +385,15 @@ class Driver:
             how = rung and rung.recipe
             version = effect.base.version + 1
             merged = self.state.merge(
-                effect.shard, effect.base.id, version, read, how, effect.longest, is_coded=is_coded
+                effect.shard,
+                effect.base.id,
+                version,
+                read,
+                how,
+                effect.longest,
+                is_coded=is_coded,
+                is_group=effect.is_group,
+                members=[len(c.contributors) for c in effect.contributions if c.group is not None],
             )
             return merged, self.state.merge_error(effect.shard, merged.payload) if rung else 0.0
 
@@ -390,10 +401,12 @@ class Driver:
             merged, error = result
             if rung is not None:
                 self._codecs.record("down", effect.shard, rung, len(merged.payload), error)
-            self._note_merge(effect.base, len(given), merged)
-            self._finish_merge(effect, merged)
+            if not effect.is_group:
+                learners = sum(len(contribution.contributors) for contribution in effect.contributions)
+                self._note_merge(effect.base, learners, merged)
+            (self._finish_group if effect.is_group else self._finish_merge)(effect, merged)
 
-        self.submit(work, done, self._failure_handler("merge", effect.shard), shard=effect.shard)
+        self.submit(work, done, self._failure_handler(kind, effect.shard), shard=effect.shard)
 
     def _note_merge(self, base: msg.Head, contributors: int, merged: MergeResult) -> None:
         """Log how well the learners of a merge agreed."""
@@ -422,6 +435,14 @@ class Driver:
         cached.put(merged.payload_digest, merged.payload)
         cached.digests[result] = merged.digests
         self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result, merged.length, merged.factors))
+
+    def _finish_group(self, effect: ef.Merge, merged: MergeResult) -> None:
+        self.payload_cache.shards[effect.shard].put(merged.payload_digest, merged.payload)
+        contributors = tuple(c.contributor for c in effect.contributions)
+        digest = bytes.fromhex(merged.payload_digest)
+        group = msg.GroupMerge(self.view.me, contributors, digest, merged.factors)
+        signed = self.payload_cache.sign_group(effect.shard, effect.base.id, group)
+        self.feed(ev.GroupMerged(effect.shard, effect.base.id, signed, len(merged.payload)))
 
     def _apply(self, effect: ef.Apply) -> None:
         header, cached = effect.header, self.payload_cache.shards[effect.header.shard]

@@ -431,6 +431,8 @@ class ModelState:
         longest: float = math.inf,
         *,
         is_coded: bool = True,
+        is_group: bool = False,
+        members: Sequence[int] = (),
     ) -> MergeResult:
         """Merge contributions and prepare the outer step that makes ``version``, the next one after ``base``.
 
@@ -439,6 +441,8 @@ class ModelState:
             how: quantization of the result; None: as the run says.
             longest: the result is scaled down to this norm.
             is_coded: compress with Huffman codes.
+            is_group: prepare no outer step.
+            members: how many learners' each contribution is; empty: one's.
 
         Raises:
             StaleBaseError: the shard is not at ``base``.
@@ -456,16 +460,20 @@ class ModelState:
                 raise ContributionError(contributor.learner, str(error)) from error
         contributors, merged = [c for c, _ in given], self._scratch.merged[: piece.elements]
         sample = b"".join(c.payload for c in contributors)
-        judgement = self.agreement.judge([peer_of(c.learner) for c in contributors], gradients, shard, sample)
+        givers = [peer_of(c.learner) for c in contributors]
+        names = [f"the group of {giver}" for giver in givers] if members else givers  # whose past is another one
+        judgement = self.agreement.judge(names, gradients, shard, sample)
         agreement = merge.merge_declared(
-            piece.merge, gradients, contributors, judgement.factors, self._round_steps, merged, longest
+            piece.merge, gradients, contributors, judgement.factors, self._round_steps, merged, longest, members
         )
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
         payload = payload_of(bodies, how, is_coded)
         payload_digest = digest_of(payload)
-        listed = self._next_digests(shard, bodies, outer_optimizer.factors_of(self._outer, version))
-        self._ready[shard] = _Ready(base, payload_digest, bodies)
+        listed = b""
+        if not is_group:
+            listed = self._next_digests(shard, bodies, outer_optimizer.factors_of(self._outer, version))
+            self._ready[shard] = _Ready(base, payload_digest, bodies)
         return MergeResult(payload, payload_digest, listed, length, agreement, tuple(judgement.factors))
 
     def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer_optimizer.Factors) -> bytes:

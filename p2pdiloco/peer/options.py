@@ -164,6 +164,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
         is_overwrite=config.outer.adopt == "overwrite",
         evaluation_every=config.evaluation.every,
         log_length=logged(config.schedule),
+        together=config.schedule.together,
         needs_majority=config.schedule.needs_majority is True,
         heartbeat_s=config.schedule.heartbeat_s,
         weight=options.link.weight,

@@ -30,7 +30,9 @@ from p2pdiloco.peer.signatures import (
     check_commit,
     check_contributor,
     check_equivocation,
+    check_group,
     signed,
+    signed_group,
 )
 from p2pdiloco.peer.state_proof import lineage_of
 from p2pdiloco.protocol import effects as ef
@@ -187,6 +189,10 @@ class PayloadCache:
         self._given[effect.shard] = effect.base.id, given
         return given
 
+    def sign_group(self, shard: ShardId, base: Digest, group: msg.GroupMerge) -> msg.GroupMerge:
+        """Sign our group's merge."""
+        return signed_group(self._identity, self._run, shard, base, group)
+
     def commit_parts(self, header: msg.CommitHeader) -> tuple[Held, Callable[[Payload], CommitParts]] | None:
         """Return a commit's payload, and a function that makes the commit's data from the payload's bytes; None if a
         part is missing."""
@@ -231,7 +237,7 @@ class PayloadCache:
         return self.shards[shard]
 
     def verify_contribution(self, data: memoryview, message: msg.Contribution) -> Keep:
-        """Verify a contribution's payload and signature.
+        """Verify a contribution's payload and signature, or those of a group's merge.
 
         Raises:
             UnknownMemberError: its learner's peer is not known as a member.
@@ -240,7 +246,15 @@ class PayloadCache:
         cached = self._of(message.shard)
         if digest_of(data) != message.payload:
             raise ForgedError("its digest does not match")
-        check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
+        group, where = message.group, (self._run, message.shard, message.base.id)
+        if group is None:
+            check_contributor(*where, message.contributor, self._register)
+        else:
+            check_group(*where, group, self._register)
+            if msg.part_as_one(group) != message.contributor:
+                raise ForgedError("it does not count what its contributions do")
+            for contributor in group.contributors:
+                check_contributor(*where, contributor, self._register)
         return lambda: cached.put(message.payload, data)
 
     def verify_commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:

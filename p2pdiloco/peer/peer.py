@@ -44,7 +44,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.config import RunEnd
-from p2pdiloco.protocol.ids import Digest, PeerId, peer_of
+from p2pdiloco.protocol.ids import Digest, PeerId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
@@ -396,7 +396,7 @@ class Peer:
             return None
         permissions = self.verifier.permissions
         match message:
-            case msg.Contribution() if not permissions.may_contribute(peer_of(message.contributor.learner)):
+            case msg.Contribution() if message.group is None and not permissions.may_contribute(message.giver):
                 self.metrics.report_fault(peer, "contribution", "its contributor has a follower's certificate")
                 return None
             case msg.Heartbeat():
@@ -421,8 +421,8 @@ class Peer:
         match message:
             case msg.Contribution():
                 shard = message.shard
-                giver = peer_of(message.contributor.learner)
-                may_come = self.verifier.permissions.may_contribute(giver) and self.machine.wants(peer, message)
+                is_able = message.group is not None or self.verifier.permissions.may_contribute(message.giver)
+                may_come = is_able and self.machine.wants(peer, message)
                 if size != message.payload_bytes or not may_come:
                     return None
             case msg.Commit():

@@ -23,7 +23,15 @@ from msgspec.structs import replace
 
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, peer_of
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Proof, WrongMerge, commit_id
+from p2pdiloco.protocol.messages import (
+    CommitHeader,
+    Contributor,
+    Equivocation,
+    GroupMerge,
+    Proof,
+    WrongMerge,
+    commit_id,
+)
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements
 from p2pdiloco.wire.request_reply import Answer
@@ -114,6 +122,11 @@ def signed(
     return replace(whole, signature=identity.sign(messages.signed_contribution_bytes(run, shard, base, whole)))
 
 
+def signed_group(identity: Identity, run: RunId, shard: ShardId, base: Digest, group: GroupMerge) -> GroupMerge:
+    """Return a group's merge with its collector's signature."""
+    return replace(group, signature=identity.sign(messages.signed_group_bytes(run, shard, base, group)))
+
+
 def check_contributor(
     run: RunId, shard: ShardId, base: Digest, contributor: Contributor, register: Register = OPEN
 ) -> None:
@@ -142,6 +155,19 @@ def _is_signed(run: RunId, shard: ShardId, base: Digest, contributor: Contributo
     return verify(peer_of(contributor.learner), statement, contributor.signature)
 
 
+def check_group(run: RunId, shard: ShardId, base: Digest, group: GroupMerge, register: Register = OPEN) -> None:
+    """Verify that the collector signed its group's merge.
+
+    Raises:
+        UnknownMemberError: it is not known as a member.
+        ForgedError: the signature is invalid.
+    """
+    if not register.was_member(group.collector):
+        raise UnknownMemberError(f"{group.collector} is not known as a member of the run")
+    if not verify(group.collector, messages.signed_group_bytes(run, shard, base, group), group.signature):
+        raise ForgedError(f"the merge of {group.collector} does not bear its signature")
+
+
 def check_commit(
     run: RunId,
     header: CommitHeader,
@@ -156,7 +182,7 @@ def check_commit(
     Raises:
         UnknownMemberError: a signer is not known as a member.
         ForgedError: the owner's signature is invalid.
-        FalseContributionError: the signature of a contribution is invalid.
+        FalseContributionError: the signature of a contribution, or of a group's merge, is invalid.
         ValueError: a contributor may not contribute, or there are more peers of an invite than it admits.
     """
     if not register.was_member(header.owner):
@@ -169,9 +195,14 @@ def check_commit(
         if not _is_signed(run, header.shard, header.parent, contributor):
             what = f"the contribution of learner {contributor.learner} does not bear its peer's signature"
             raise FalseContributionError(WrongMerge(header, signature), what)
-    if (
-        problem := register.invite_problem({header.owner, *(peer_of(c.learner) for c in header.contributors)})
-    ) is not None:
+    for group in header.groups():
+        try:
+            check_group(run, header.shard, header.parent, group, register)
+        except ForgedError as error:
+            raise FalseContributionError(WrongMerge(header, signature), str(error)) from error
+    signers = {header.owner, *(part.collector for part in header.parts)}
+    problem = register.invite_problem(signers | {peer_of(c.learner) for c in header.contributors})
+    if problem is not None:
         raise ValueError(problem)
 
 

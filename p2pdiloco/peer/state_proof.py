@@ -121,7 +121,7 @@ def _check_tokens(header: CommitHeader, parent: CommitHeader) -> None:
         raise ValueError(f"version {header.version} of shard {header.shard} names two learners of one peer")
     if len(header.factors) not in (0, len(given)):
         raise ValueError(f"version {header.version} of shard {header.shard} has not one factor for each contributor")
-    tokens, counts = parent.counts.count(header.version, given, first=1, factors=header.factors)
+    tokens, counts = parent.counts.count(header.version, given, first=1, factors=header.counted_factors)
     if header.tokens != parent.tokens + tokens or header.counts != counts:
         raise ValueError(f"version {header.version} of shard {header.shard} counts tokens that nobody contributed")
 

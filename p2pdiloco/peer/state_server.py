@@ -22,7 +22,7 @@ from p2pdiloco.peer.driver import CopyError, Driver
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.learner_updates import Payload
 from p2pdiloco.peer.signatures import Permissions
-from p2pdiloco.protocol.barred_owners import audited_payloads
+from p2pdiloco.protocol.barred_owners import all_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.timing import RateLimiter
@@ -120,7 +120,7 @@ class StateServer:
             raise RequestRefused(f"there is no shard {shard}")
         cached = self._payload_cache.shards[shard]
         header, _ = cached.proofs.get(commit, (None, b""))
-        held = None if header is None or payload not in audited_payloads(header) else cached.payloads.get(payload)
+        held = None if header is None or payload not in all_payloads(header) else cached.payloads.get(payload)
         if held is None:
             raise RequestRefused(f"payload {payload[:8]} of commit {commit[:8]} is not here")
         found: asyncio.Future[Payload | None] = asyncio.get_running_loop().create_future()

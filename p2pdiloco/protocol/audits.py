@@ -55,14 +55,16 @@ class Audits:
         peers = core.participation.peers(change.shard)
         if not isinstance(header, CommitHeader) or not core.is_current or core.departure:
             return
-        if header.owner in peers and header.owner not in core.membership.owners.barred:
-            chain = core.chains[change.shard]
-            is_far = chain.norm_bound.is_young or LONG * header.length > header.longest
-            is_long = header.longest > 0.0 and is_far and not chain.is_few(header.contributors)
-            # The live peers without the owner, and this one, are as many as the live peers.
-            share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(peers)
-            chance = 1.0 if header.owner in self._missing else min(1.0, share)
-            core.effects.append(Audit(change.shard, change.head.id, chance, self._aggregation.waits().takeover_s))
+        chain, barred = core.chains[change.shard], core.membership.owners.barred
+        is_far = chain.norm_bound.is_young or LONG * header.length > header.longest
+        is_long = header.longest > 0.0 and is_far and not chain.is_few(header.contributors)
+        for part, owner in enumerate((header.owner, *(part.collector for part in header.parts)), start=-1):
+            if owner in peers and owner not in barred:
+                # The live peers without the owner, and this one, are as many as the live peers.
+                share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(peers)
+                chance = 1.0 if owner in self._missing else min(1.0, share)
+                patience_s = self._aggregation.waits().takeover_s
+                core.effects.append(Audit(change.shard, change.head.id, chance, patience_s, part))
 
     def on_audited(self, event: Audited) -> None:
         """Have the next commits of an owner audited that did not deliver, and count those that it does not deliver."""
@@ -93,9 +95,12 @@ class Audits:
         always those of the newest."""
         found, total = set[Digest](), 0
         for header in reversed([*self.core.chains[shard].log][-AUDITED_VERSIONS:]):
-            if header.owner != self.core.config.peer:
+            mine = [part for part, its in enumerate(header.parts) if its.collector == self.core.config.peer]
+            if header.owner == self.core.config.peer:
+                mine.append(-1)
+            if not mine:
                 continue
-            needed = audited_payloads(header)
+            needed = set[Digest]().union(*(audited_payloads(header, part) for part in mine))
             total += sum(map(size_of, needed))
             if found and total > most_bytes:
                 break

@@ -91,15 +91,15 @@ class BarredOwners:
 
     def payloads(self, shard: ShardId) -> set[Digest]:
         """Return the payloads that prove the latest wrong merges of a shard."""
-        return set().union(*(audited_payloads(header) for header in self._evidence(shard)))
+        return set().union(*(audited_payloads(proof.header, proof.part) for proof in self._evidence(shard)))
 
     def commits(self, shard: ShardId) -> set[Digest]:
         """Return the ids of a shard's latest wrong commits."""
-        return {commit_id(header) for header in self._evidence(shard)}
+        return {commit_id(proof.header) for proof in self._evidence(shard)}
 
-    def _evidence(self, shard: ShardId) -> list[CommitHeader]:
-        wrong = [proof.header for proof in self.proofs.values() if isinstance(proof, WrongMerge)]
-        return [header for header in wrong[-EVIDENCE_MOST:] if header.shard == shard]
+    def _evidence(self, shard: ShardId) -> list[WrongMerge]:
+        wrong = [proof for proof in self.proofs.values() if isinstance(proof, WrongMerge)]
+        return [proof for proof in wrong[-EVIDENCE_MOST:] if proof.shard == shard]
 
     def _least_needed(self, owners: Iterable[PeerId]) -> PeerId:
         """Return the first of ``owners`` that is not connected, else the first. A peer can make as many keys as it
@@ -127,6 +127,16 @@ def _sentence(proof: Proof) -> str:
     return f"{deed}: it owns nothing for {TERM} versions. To remove it: p2pdiloco members ban {proof.owner}"
 
 
-def audited_payloads(header: CommitHeader) -> set[Digest]:
-    """Return the payloads that are needed to make a commit's merge again: its own, and those of its contributions."""
-    return {header.payload, *(Digest(c.payload.hex()) for c in header.contributors if c.payload)}
+def audited_payloads(header: CommitHeader, part: int = -1) -> set[Digest]:
+    """Return the payloads that are needed to make a merge again, of a commit or of one of its groups: the merge's own,
+    and those of what was merged."""
+    if part < 0:
+        return {header.payload, *(Digest(one.payload.hex()) for one in header.merged if one.payload)}
+    group = header.groups()[part]
+    return {Digest(group.payload.hex()), *(Digest(c.payload.hex()) for c in group.contributors)}
+
+
+def all_payloads(header: CommitHeader) -> set[Digest]:
+    """Return the payloads of ``audited_payloads`` for a commit and all of its groups."""
+    own = audited_payloads(header)
+    return own | {Digest(c.payload.hex()) for c in header.contributors} if header.parts else own

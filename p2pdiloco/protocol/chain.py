@@ -22,6 +22,7 @@ from p2pdiloco.protocol.config import LEAST_FACTOR, LONGEST_RUN, MAX_COUNT, Limi
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
+from p2pdiloco.protocol.groups import group_bits, group_of
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, MOST_LENGTH, CommitHeader, Contributor, Head
 from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound, counted_steps
@@ -159,6 +160,11 @@ class Chain:
         own = enumerate((self.head.id, *reversed(self.ancestry)))
         return next((versions for versions, one in own if one in theirs), None)
 
+    @property
+    def group_bits(self) -> int:
+        """Base-2 logarithm of the number of groups whose merges make the next version."""
+        return group_bits(len(self.counts.usual), self.limits.together)
+
     def is_few(self, contributors: Iterable[Contributor]) -> bool:
         """Return whether a merge of these lacks so many usual contributors that it proves little."""
         return self.counts.is_few(peer_of(c.learner) for c in contributors)
@@ -217,25 +223,17 @@ class Chain:
         """Return why ``header`` cannot be this chain's next commit, or None if it can."""
         if self.head is None or not self.extends(header):
             return f"its parent {header.parent[:8]} is not the head"
-        previous, givers = "", set[PeerId]()
-        for c in header.contributors:
-            giver = peer_of(c.learner)
-            if c.learner <= previous or giver in givers:
-                return "its contributors are not sorted and distinct"
-            previous = c.learner
-            givers.add(giver)
-            if c.tokens <= 0 or c.steps <= 0:
-                return f"learner {c.learner} has an empty range"
-            problem = self.range_problem(c)
-            if problem is not None:
-                return f"learner {c.learner}: {problem}"
-        if not header.contributors:
-            return "it has no contributors"
-        if header.factors and len(header.factors) != len(header.contributors):
-            return "it has not one factor for each contributor"
-        if any(not LEAST_FACTOR <= factor <= 100 for factor in header.factors):
+        problem = self.contributors_problem(header.contributors, header.factors)
+        if problem is not None:
+            return problem
+        if bool(header.parts) != bool(self.group_bits):
+            return "it does not merge the merges of groups where there are some, or does where there are none"
+        if any(not LEAST_FACTOR <= part.factor <= 100 for part in header.parts):
             return f"a factor is not between {LEAST_FACTOR} and 100 per cent"
-        tokens, counts = self.count(header.contributors, header.factors)
+        for group in header.groups():
+            if (problem := self.part_problem(group.collector, group.contributors)) is not None:
+                return problem
+        tokens, counts = self.count(header.contributors, header.counted_factors)
         if header.tokens != self.head.tokens + tokens or header.counts != counts:
             return "its cumulative tokens are wrong"
         if header.step > self.latest_step():
@@ -251,6 +249,38 @@ class Chain:
         if header.record != successor.record:
             return "its record is not the one that follows from the chain"
         self._judged = header, successor
+        return None
+
+    def contributors_problem(self, contributors: Sequence[Contributor], factors: Sequence[int]) -> str | None:
+        """Return why these contributions, with these factors, cannot be merged into the next version, or None."""
+        previous, givers = "", set[PeerId]()
+        for c in contributors:
+            giver = peer_of(c.learner)
+            if c.learner <= previous or giver in givers:
+                return "its contributors are not sorted and distinct"
+            previous = c.learner
+            givers.add(giver)
+            if c.tokens <= 0 or c.steps <= 0:
+                return f"learner {c.learner} has an empty range"
+            problem = self.range_problem(c)
+            if problem is not None:
+                return f"learner {c.learner}: {problem}"
+        if not contributors:
+            return "it has no contributors"
+        if factors and len(factors) != len(contributors):
+            return "it has not one factor for each contributor"
+        if any(not LEAST_FACTOR <= factor <= 100 for factor in factors):
+            return f"a factor is not between {LEAST_FACTOR} and 100 per cent"
+        return None
+
+    def part_problem(self, collector: PeerId, contributors: Iterable[Contributor]) -> str | None:
+        """Return why these are not a part of the next version that ``collector`` has merged, or None."""
+        bits = self.group_bits
+        if not bits:
+            return "there are no groups"
+        index = group_of(collector, bits)
+        if any(group_of(peer_of(c.learner), bits) != index for c in contributors):
+            return "a part has contributors of another group than its collector's"
         return None
 
     def advance(self, header: CommitHeader, new_id: Digest) -> None:

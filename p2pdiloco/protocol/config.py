@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import msgspec
 
+from p2pdiloco.protocol.groups import MOST_TOGETHER
+
 RANGE_ROUNDS = 64
 """Maximum number of rounds whose steps a contribution declares; a learner that has more declares the last of them."""
 AGAIN = 8
@@ -74,6 +76,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Inner steps between two rounds (H)."""
     lead_steps: int = LEAD_ROUNDS
     """Maximum number of steps by which a commit's step may exceed its parent's."""
+    together: int = MOST_TOGETHER
+    """Maximum number of learners whose contributions are merged together; more are divided into groups (``groups``)."""
 
     @property
     def range_tokens(self) -> int:

@@ -497,7 +497,7 @@ class Contributions:
     def _offer(self, shard: ShardId) -> None:
         """Send the pending contribution to the next owner in rank, if one is left that can merge it."""
         core, pending = self.core, self.pending[shard]
-        ranked = core.participation.ranked_owners(shard)
+        ranked = core.participation.receivers(shard)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
             share = 0.5 if core.departure == "leaving" else 1.0  # another owner may be waiting for it (M4c)
@@ -520,9 +520,12 @@ class Contributions:
         if pending is not None:
             pending.rank += 1
             if not pending.has_answered and self.core.departure != "leaving":  # half the time is no miss
-                self.core.membership.on_takeover_missed(
-                    pending.target, self.core.now, self.aggregation.waits().takeover_s
-                )
+                late = [pending.target]
+                if self.aggregation.bits(shard):  # or the owner, to which the collector sent its merge
+                    owners = self.core.participation.ranked_owners(shard)
+                    late.append(owners[(pending.rank - 1) % len(owners)])
+                for peer in dict.fromkeys(late):
+                    self.core.membership.on_takeover_missed(peer, self.core.now, self.aggregation.waits().takeover_s)
             self.core.note(
                 "info",
                 "takeover",
@@ -550,6 +553,7 @@ class Contributions:
         If the owner has refused one for a newer head, that commit is on its way here, but control messages overtake
         payloads. So the contribution waits until the owner's connection ends.
         """
+        self.aggregation.groups.on_candidates_changed()
         if not self.pending:
             return
         able = {peer for peer, _ in self.core.participation.candidates()}

@@ -54,6 +54,8 @@ class Merge(msgspec.Struct, frozen=True, array_like=True, tag="merge"):
     contributions: tuple[Contribution, ...]
     longest: float = math.inf
     """Maximum norm of the merged outer gradient; a longer one is scaled down."""
+    is_group: bool = False
+    """Merge them for a group, and sign the result. Prepares no outer step; ends in ``GroupMerged``."""
 
 
 class Apply(msgspec.Struct, frozen=True, array_like=True, tag="apply"):
@@ -138,6 +140,8 @@ class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
     chance: float
     patience_s: float = math.inf
     """Time in which the owner should begin to answer."""
+    part: int = -1
+    """The group's merge to make again instead, whose collector is asked."""
 
 
 class HangUp(msgspec.Struct, frozen=True, array_like=True, tag="hang-up"):

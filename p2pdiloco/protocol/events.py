@@ -8,7 +8,7 @@ from p2pdiloco.protocol.config import LONGEST_RUN, RunEnd
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, Message, Proof
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, GroupMerge, Head, Message, Proof
 from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
 
 
@@ -174,6 +174,15 @@ class Merged(msgspec.Struct, frozen=True, array_like=True, tag="merged"):
     """Per cent of each contribution's weight that counted; empty: all of all."""
 
 
+class GroupMerged(msgspec.Struct, frozen=True, array_like=True, tag="group-merged"):
+    """A group's contributions have been merged, and the result signed."""
+
+    shard: ShardId
+    base: Digest
+    group: GroupMerge
+    payload_bytes: int
+
+
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
     """A commit or a fetched state has become the shard's global state, and its digest matches."""
 
@@ -285,6 +294,7 @@ OwnEvent = (
     | Snapshotted
     | Encoded
     | Merged
+    | GroupMerged
     | Applied
     | StateOffered
     | Fetched

@@ -181,8 +181,7 @@ class GoingBack:
         next_id, target = replication.applying.get(shard, (None, None))
         if next_id is not None and isinstance(target, CommitHeader):
             core.abandon(next_id)
-        self.aggregation.jobs.pop(shard, None)
-        self.aggregation.close(shard)
+        self.aggregation.drop_job(shard)
         core.effects.append(Restore(shard))
         return True
 

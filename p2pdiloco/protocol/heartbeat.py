@@ -119,6 +119,7 @@ class Heartbeats:
                     core.send(appeared, self.contributions.announcement(FragmentId(fragment)))
         self.contributions.on_candidates_changed()
         self.aggregation.merge_all_due()
+        self.aggregation.groups.merge_all_due()
 
     def _note_partition(self, detector: PartitionDetector) -> None:
         if detector.is_apart:

@@ -162,6 +162,8 @@ class Machine:
                 self.contributions.on_encoded(event)
             case ev.Merged():
                 self._on_merged(event)
+            case ev.GroupMerged():
+                self.aggregation.groups.on_merged(event)
             case ev.StateOffered():
                 self.replication.acceptance.judge(event.peer, event.head, event.lineage, event.owner)
             case ev.Fetched():
@@ -259,6 +261,8 @@ class Machine:
                 self.contributions.on_encode_failed(event.shard, event.reason)
             case "merge":
                 self.aggregation.on_merge_failed(event.shard, event.peer, event.reason)
+            case "group":
+                self.aggregation.groups.on_merge_failed(event.shard, event.peer, event.reason)
             case "give":
                 self.contributions.on_payload_lost(event.shard)
             case "state":
@@ -451,6 +455,8 @@ class Machine:
                 self._beat()
             case "close":
                 self.aggregation.merge_if_due(ShardId(shard))
+            case "group":
+                self.aggregation.groups.merge_if_due(ShardId(shard))
             case "takeover":
                 self.contributions.on_takeover_due(ShardId(shard))
             case "turn":

@@ -22,11 +22,12 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from p2pdiloco.protocol.data_blocks import MAX_BLOCKS
+from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
 
 MANIFEST = "manifest.msgpack"
 """Name of the file that holds a manifest."""
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Raised whenever peers of two releases could no longer merge together."""
 
 MAX_HELD_OUT = 1 << 20
@@ -192,6 +193,9 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 21
     """Maximum size of a shard. A fragment is cut into equal shards, and each version of a shard is merged by another
     peer. Small shards take more CPU time. Unit: parameters."""
+    together: Annotated[int, Meta(ge=2, le=4096)] = MOST_TOGETHER
+    """Maximum number of learners whose contributions are merged together. More are divided into groups, whose merges
+    are merged. Unit: learners."""
     heartbeat_s: Annotated[float, Meta(ge=0.1, le=60.0)] = 1.0
     """Time between two heartbeats of a peer. Beyond 16 peers it grows by itself. A peer that misses three is lost.
     Unit: seconds."""

@@ -23,6 +23,7 @@ from p2pdiloco.protocol.ids import (
     RunId,
     ShardId,
     digest_of,
+    peer_of,
 )
 
 MAX_CLAIMS = 256
@@ -41,6 +42,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 MAX_SHARDS = 1 << 16
 MAX_CONTRIBUTORS = 4096
+MAX_PARTS = 256
 MAX_KNOWN = 256
 MAX_ABANDONED = 1024
 """Maximum number of commits in a vote."""
@@ -90,6 +92,32 @@ class Head(msgspec.Struct, frozen=True, array_like=True):
     """Cumulative counted tokens of the chain (``counted_tokens``)."""
 
 
+class GroupMerge(msgspec.Struct, frozen=True, array_like=True):
+    """The merge of one group's contributions (``groups``), which its collector signs and sends to the owner."""
+
+    collector: Peer
+    contributors: Annotated[tuple[Contributor, ...], Meta(min_length=1, max_length=MAX_CONTRIBUTORS)]
+    """Sorted by learner."""
+    payload: Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
+    """Digest of the merged outer gradient, as bytes."""
+    factors: Annotated[tuple[Percent, ...], Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    """As in ``CommitHeader``, for this merge."""
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
+    """Signature of the collector over ``signed_group_bytes``: the fields above, the run, the base."""
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """A group's merge, as a commit names it."""
+
+    collector: Peer
+    payload: Annotated[bytes, Meta(max_length=DIGEST_BYTES)]
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+    members: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_CONTRIBUTORS)], ...], Meta(max_length=MAX_CONTRIBUTORS)]
+    """Places of its contributors among those of the commit."""
+    factor: Percent = 100
+    """How much of its weight counted, in per cent."""
+
+
 class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     """The merged update that takes a shard from ``version - 1`` to ``version``, without its payload."""
 
@@ -118,6 +146,61 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     longest: Annotated[float, Meta(ge=0.0, le=MOST_LENGTH)] = 0.0
     """Norm to which a longer merged outer gradient was scaled down (``Chain.stated_longest``); 0: no limit is known.
     With it the header has all that a merge depends on besides the contributions' payloads."""
+    parts: Annotated[tuple[Part, ...], Meta(max_length=MAX_PARTS)] = ()
+    """The groups' merges that were merged, by group; empty: the contributions themselves were. ``factors`` are then
+    those of the groups' merges."""
+
+    def __post_init__(self) -> None:
+        """Check that the parts, if there are any, divide the contributors, and their factors.
+
+        Raises:
+            ValueError: they do not.
+        """
+        count, places = len(self.contributors), sorted(place for part in self.parts for place in part.members)
+        if self.parts and (places != [*range(count)] or len(self.factors) not in (0, count)):
+            raise ValueError("its parts do not divide its contributors")
+
+    @property
+    def merged(self) -> tuple[Contributor, ...]:
+        """What was merged into this commit: its contributions, or its groups' merges as if each were one."""
+        return tuple(map(part_as_one, self.groups())) if self.parts else self.contributors
+
+    @property
+    def merged_factors(self) -> tuple[int, ...]:
+        """The factors of ``merged``; empty: all of all."""
+        found = tuple(part.factor for part in self.parts) if self.parts else self.factors
+        return found if any(factor < 100 for factor in found) else ()
+
+    @property
+    def counted_factors(self) -> tuple[int, ...]:
+        """How much of each contribution counted in the end, in per cent; empty: all of all."""
+        found = list(self.factors or [100] * len(self.contributors))
+        for part in self.parts:
+            for place in part.members:
+                found[place] = found[place] * part.factor // 100
+        return tuple(found) if self.parts else self.factors
+
+    def groups(self) -> tuple[GroupMerge, ...]:
+        """Return the groups' merges, as their collectors signed them."""
+        return tuple(
+            GroupMerge(
+                part.collector,
+                tuple(self.contributors[place] for place in part.members),
+                part.payload,
+                tuple(self.factors[place] for place in part.members) if self.factors else (),
+                part.signature,
+            )
+            for part in self.parts
+        )
+
+
+def part_as_one(group: GroupMerge) -> Contributor:
+    """Return a group's merge as the owner merges it: like one contribution, with the tokens and steps of all.
+
+    Its weight, tokens times batch size, is thus that of its members together. Its learner is its collector.
+    """
+    tokens, steps = (sum(c.tokens for c in group.contributors), sum(c.steps for c in group.contributors))
+    return Contributor(LearnerId(group.collector), 0, tokens, 0, steps, (), group.payload)
 
 
 def commit_id(header: CommitHeader) -> Digest:
@@ -163,7 +246,7 @@ class Round(msgspec.Struct, frozen=True, array_like=True, tag="round"):
 
 
 class Contribution(msgspec.Struct, frozen=True, array_like=True, tag="contribution"):
-    """One learner's outer gradient for one shard, relative to ``base``.
+    """One learner's outer gradient for one shard, or a group's merge of these, relative to ``base``.
 
     Without tokens it has no payload, and only says that the learner has nothing to contribute this time.
     """
@@ -173,6 +256,23 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True, tag="contributi
     step: Count
     contributor: Contributor
     payload_bytes: Count
+    group: GroupMerge | None = None
+    """The group's merge that this is, instead of one learner's; ``contributor`` is then ``part_as_one`` of it."""
+
+    @property
+    def contributors(self) -> tuple[Contributor, ...]:
+        """Whose outer gradients it holds."""
+        return (self.contributor,) if self.group is None else self.group.contributors
+
+    @property
+    def givers(self) -> set[PeerId]:
+        """Their learners' peers."""
+        return {peer_of(c.learner) for c in self.contributors}
+
+    @property
+    def giver(self) -> PeerId:
+        """The peer that made it: the learner's, or the group's collector."""
+        return peer_of(self.contributor.learner)
 
     @property
     def payload(self) -> Digest:
@@ -281,11 +381,22 @@ class WrongMerge(msgspec.Struct, frozen=True, array_like=True, tag="wrong-merge"
 
     header: CommitHeader
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+    part: Annotated[int, Meta(ge=-1, lt=MAX_PARTS)] = -1
+    """Which group's merge is wrong; -1: the commit's own."""
+
+    def __post_init__(self) -> None:
+        """Check that there is such a part.
+
+        Raises:
+            ValueError: there is not.
+        """
+        if self.part >= len(self.header.parts):
+            raise ValueError(f"its commit has no part {self.part}")
 
     @property
     def owner(self) -> PeerId:
-        """The peer that signed the commit."""
-        return self.header.owner
+        """The peer that signed the wrong merge: the commit's owner, or the group's collector."""
+        return self.header.owner if self.part < 0 else self.header.parts[self.part].collector
 
     @property
     def shard(self) -> ShardId:
@@ -329,6 +440,7 @@ Message = (
 
 
 _CONTRIBUTION = "p2pdiloco contribution"
+_GROUP = "p2pdiloco group merge"
 _COMMIT = b"p2pdiloco commit\0"
 
 
@@ -336,6 +448,12 @@ def signed_contribution_bytes(run: RunId, shard: ShardId, base: Digest, c: Contr
     """Return the statement that a learner's peer signs: this range and payload, on this head, in this run."""
     given = (c.learner, c.tokens_from, c.tokens_to, c.steps_from, c.steps_to, c.blocks, c.payload)
     return _encoder.encode((_CONTRIBUTION, run, shard, base, given))
+
+
+def signed_group_bytes(run: RunId, shard: ShardId, base: Digest, group: GroupMerge) -> bytes:
+    """Return the statement that a collector signs: these contributions, merged to this payload, on this head."""
+    made = (group.collector, group.contributors, group.factors, group.payload)
+    return _encoder.encode((_GROUP, run, shard, base, made))
 
 
 def signed_commit_bytes(commit_id: Digest) -> bytes:

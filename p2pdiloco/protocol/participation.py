@@ -7,9 +7,11 @@ of the whole run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 from p2pdiloco.protocol.chain import Chain
+from p2pdiloco.protocol.groups import group_of
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.ownership import Candidates, ranked_owners
@@ -85,6 +87,27 @@ class Participation:
         """Return the candidates in the order in which they may merge the shard's next version."""
         return self._ranked(shard, self.candidates(shard))
 
+    def receivers(self, shard: ShardId) -> tuple[PeerId, ...]:
+        """Return the peers that may merge this peer's contribution to the shard's next version, in this order."""
+        return self.collectors(shard, self.group(shard, self._membership.me))
+
+    def group(self, shard: ShardId, peer: PeerId) -> int:
+        """Return the group in which a peer's contribution to the shard's next version is merged."""
+        return group_of(peer, self._chains[shard].group_bits)
+
+    def members(self, shard: ShardId, group: int) -> frozenset[PeerId]:
+        """Return the participants of a group."""
+        return frozenset(peer for peer in self.participants(shard) if self.group(shard, peer) == group)
+
+    def collectors(self, shard: ShardId, group: int) -> tuple[PeerId, ...]:
+        """Return the candidates of a group in the order in which they may merge its contributions to the shard's next
+        version: if it has none, its participants; without groups, the owners."""
+        bits = self._chains[shard].group_bits
+        if not bits:
+            return self.ranked_owners(shard)
+        here = _divided(self.candidates(shard), bits).get(group, ())
+        return self._ranked(shard, here or tuple((peer, 1.0) for peer in sorted(self.members(shard, group))))
+
     def rank(self, peer: PeerId, shard: ShardId) -> int:
         """Return a peer's rank as another peer may see it; 1 if it is no candidate here.
 
@@ -106,3 +129,13 @@ class Participation:
     def is_any_leaving(self) -> bool:
         """Return whether this peer, or a live peer that participates, is leaving before the run's end."""
         return self._this_peer.departure == "leaving" or self._membership.roles().is_any_leaving
+
+
+@lru_cache(maxsize=64)
+def _divided(candidates: Candidates, bits: int) -> dict[int, Candidates]:
+    """Return the candidates of each group that has some."""
+    found: dict[int, Candidates] = {}
+    for candidate in candidates:
+        group = group_of(candidate[0], bits)
+        found[group] = (*found.get(group, ()), candidate)
+    return found

@@ -645,8 +645,7 @@ class Repair:
         """Ask a donor for the state, if there may be one. Contributions that are here wait."""
         replication = self.replication
         self.core.note("warning", "repair", f"shard {shard}: {reason}")
-        self.aggregation.jobs.pop(shard, None)
-        self.aggregation.close(shard)
+        self.aggregation.drop_job(shard)
         tries = self.tries[shard] = self.tries.get(shard, 0) + 1
         donors = self._donors(shard, tries)
         is_busy = shard in replication.asked or shard in replication.applying

@@ -10,6 +10,7 @@ from p2pdiloco.protocol.chain import NO_MARK, Chain
 from p2pdiloco.protocol.config import LEAD_ROUNDS, RANGE_ROUNDS, Limits, RunEnd, Sizes
 from p2pdiloco.protocol.effects import Effect, Note, Send
 from p2pdiloco.protocol.events import Mark
+from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
@@ -101,6 +102,8 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of a step, a block and a shard, from the manifest."""
     early_bytes: int = 256 << 20
     """Total size of payloads that may wait for heads that this peer has not reached, over all peers."""
+    together: int = MOST_TOGETHER
+    """Maximum number of learners whose contributions are merged together (``groups``). All peers have the same."""
     takes_mean: bool = False
     """An outer step takes over the mean of the learners (rate 1, no momentum): of one alone, what it has already."""
     is_overwrite: bool = False
@@ -147,6 +150,7 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
             range_steps=RANGE_ROUNDS * self.sync_every,
             round_steps=self.sync_every,
             lead_steps=LEAD_ROUNDS * self.sync_every,
+            together=self.together,
         )
 
     def offset(self, fragment: FragmentId) -> int:

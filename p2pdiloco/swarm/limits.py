@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from p2pdiloco.access.members import KNOWN_LIMIT
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.audits import MOST_AUDITED_BYTES
+from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.swarm.known_peers import MAX_KNOWN
 from p2pdiloco.wire.control_messages import COMMIT_BYTES, LINEAGE_BYTES, PeerStatus
 
@@ -101,7 +102,7 @@ def approached(statuses: Collection[PeerStatus], largest_shard: int = 0, members
         "connected peers": median_high(status.live for status in statuses) - 1,
         "known peers": median_high(status.known for status in statuses) - 1,
         "learners": learners,
-        "MiB of contributions to one merge": int(learners * PAYLOAD_BYTES * largest_shard) >> 20,
+        "MiB of contributions to one merge": int(min(learners, MOST_TOGETHER) * PAYLOAD_BYTES * largest_shard) >> 20,
         "members": members,
     }
     return [

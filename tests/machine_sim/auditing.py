@@ -37,6 +37,8 @@ class Auditing:
         self._world = world
         self._random = Random(f"audits {seed}")
         self._seen: set[Digest] = set()
+        self.false: set[Digest] = set()
+        """Payloads into which their makers have put something."""
         self.wrong: Counter[PeerId] = Counter()
         """Wrong commits of each owner that others have applied."""
         self.caught: dict[PeerId, int] = {}
@@ -53,37 +55,40 @@ class Auditing:
         """A peer has applied a commit."""
         if process.name != header.owner and commit not in self._seen and any(who == INSERTED for who, _ in payload):
             self._seen.add(commit)
-            self.wrong[header.owner] += 1
+            merges = [(header.owner, header.payload)]
+            merges += [(part.collector, Digest(part.payload.hex())) for part in header.parts]
+            self.wrong.update(owner for owner, payload in merges if payload in self.false)
 
     def consider(self, process: Process, effect: ef.Audit) -> None:
         """A machine wants this commit audited, now and then."""
         known = self._world.checks.commits[effect.shard, effect.commit]
         if self._random.random() >= effect.chance or known.header is None:
             return
-        link, header = process.links.get(known.header.owner), known.header
+        merge = WrongMerge(known.header, b"", effect.part)
+        link = process.links.get(merge.owner)
         if link is None or not link.connection.is_open:
-            self._missed(process, header)
+            self._missed(process, merge)
             return
-        size = len(header.contributors) * process.setting.payload_bytes
-        self._world.network.carry(link, size, 1.0, self._arrived, (process, header, link))
+        size = len(audited_payloads(merge.header, merge.part)) * process.setting.payload_bytes
+        self._world.network.carry(link, size, 1.0, self._arrived, (process, merge, link))
 
-    def _arrived(self, argument: tuple[Process, CommitHeader, Link]) -> None:
-        process, header, link = argument
+    def _arrived(self, argument: tuple[Process, WrongMerge, Link]) -> None:
+        process, merge, link = argument
         is_near = link.connection.is_open and not link.target.is_dead and not link.target.is_paused()
-        found = shown(link.target, header) if is_near else None
+        found = shown(link.target, merge) if is_near else None
         self.counted["audits"] += 1
         if found is None:
-            self._missed(process, header)
-        elif not is_wrong(header, found):
-            process.tell(ev.Audited(header.shard, header.version, header.owner, True, header.version))
+            self._missed(process, merge)
+        elif not is_wrong(merge, found):
+            process.tell(ev.Audited(merge.shard, merge.version, merge.owner, True, merge.version))
         else:
-            self._proved(header.owner)
+            self._proved(merge.owner)
             process.store.update(found)
-            process.tell(ev.Contradicted(WrongMerge(header, b"")))
+            process.tell(ev.Contradicted(merge))
 
-    def _missed(self, process: Process, header: CommitHeader) -> None:
+    def _missed(self, process: Process, merge: WrongMerge) -> None:
         self.counted["missed"] += 1
-        process.tell(ev.Audited(header.shard, header.version, header.owner, False, header.version))
+        process.tell(ev.Audited(merge.shard, merge.version, merge.owner, False, merge.version))
 
     def _proved(self, owner: PeerId) -> None:
         self.caught.setdefault(owner, self.wrong[owner])
@@ -93,12 +98,11 @@ class Auditing:
 
     def holds(self, process: Process, accuser: Process, accusation: WrongMerge) -> bool:
         """Whether a peer finds what it is told, with payloads of its own or of who told it."""
-        header = accusation.header
-        found = shown(process, header) or shown(accuser, header)
+        found = shown(process, accusation) or shown(accuser, accusation)
         if found is None:
             self.counted["unchecked"] += 1
             return False
-        if is_wrong(header, found):
+        if is_wrong(accusation, found):
             process.store.update(found)
             return True
         return False
@@ -114,17 +118,20 @@ class Auditing:
                 self._world.checks.violated(1, f"{process.name} does not know that {min(unknown)} merges wrongly")
 
 
-def shown(process: Process, header: CommitHeader) -> dict[Digest, Payload] | None:
-    """What this peer shows of a commit, to make its merge again; None if it lacks some of it."""
-    needed = audited_payloads(header)
+def shown(process: Process, merge: WrongMerge) -> dict[Digest, Payload] | None:
+    """What this peer shows of a commit, or of one of its groups, to merge it again; None if it lacks some of it."""
+    needed = audited_payloads(merge.header, merge.part)
     found = {digest: process.store[digest] for digest in needed if digest in process.store}
     return found if len(found) == len(needed) else None
 
 
-def is_wrong(header: CommitHeader, payloads: dict[Digest, Payload]) -> bool:
-    """Whether a commit has other values than its contributions give."""
-    given = [payloads[Digest(c.payload.hex())] for c in header.contributors]
-    return payloads[header.payload] != merged(given)
+def is_wrong(merge: WrongMerge, payloads: dict[Digest, Payload]) -> bool:
+    """Whether a merge has other values than its contributions give."""
+    header, own, given = merge.header, merge.header.payload, merge.header.merged
+    if merge.part >= 0:
+        group = header.groups()[merge.part]
+        own, given = Digest(group.payload.hex()), group.contributors
+    return payloads[own] != merged([payloads[Digest(c.payload.hex())] for c in given])
 
 
 def with_inserted(payload: Payload) -> Payload:

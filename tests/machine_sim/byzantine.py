@@ -26,9 +26,11 @@ from p2pdiloco.protocol.messages import (
     Contribution,
     Contributor,
     Equivocation,
+    GroupMerge,
     Heads,
     Message,
     commit_id,
+    part_as_one,
 )
 from tests.machine_sim.integer_shards import Payload, merged, payload_digest
 
@@ -50,6 +52,8 @@ class Liars:
         """Commits by whose owner they were sent."""
         self.given: set[tuple[ShardId, Digest, Contributor]] = set()
         """Contributions that their learners' peers signed, by shard and the head that they are relative to."""
+        self.groups: set[tuple[ShardId, Digest, GroupMerge]] = set()
+        """Groups' merges that their collectors signed, in the same way."""
         self.payloads: dict[bytes, Payload] = {}
         """Theirs."""
         self.told = 0
@@ -77,12 +81,19 @@ class Liars:
     def _sign(self, name: str, message: Message) -> None:
         """Whatever is said in the speaker's own name bears its signature."""
         match message:
+            case Contribution(shard=shard, base=base, group=GroupMerge() as group):
+                if group.collector == name:
+                    self.groups.add((shard, base.id, group))
+                    own = (c for c in group.contributors if peer_of(c.learner) == name)
+                    self.given.update((shard, base.id, c) for c in own)
             case Contribution(shard=shard, base=base, contributor=mine) if peer_of(mine.learner) == name:
                 self.given.add((shard, base.id, mine))
             case Commit(header=header) if header.owner == name:
                 self.signed.add(commit_id(header))
                 own = (c for c in header.contributors if peer_of(c.learner) == name)
                 self.given.update((header.shard, header.parent, c) for c in own)
+                merges = (group for group in header.groups() if group.collector == name)
+                self.groups.update((header.shard, header.parent, group) for group in merges)
             case _:
                 pass
 
@@ -98,25 +109,35 @@ class Liars:
         for _ in range(random.choice((1, 1, 2, 4))):
             try:
                 lie = _decoder.decode(msgspec.msgpack.encode(self._changed(lie)))
-            except (msgspec.ValidationError, OverflowError):
+            except (ValueError, OverflowError):
                 continue
         return lie
 
     def is_passed(self, message: Message) -> bool:
         """Whether the receiver's driver hands it on."""
         match message:
+            case Contribution(group=GroupMerge() as group):
+                shard, base = message.shard, message.base.id
+                is_sound = (shard, base, group) in self.groups and message.contributor == part_as_one(group)
+                is_sound = is_sound and all((shard, base, c) in self.given for c in group.contributors)
+                is_sound = is_sound and message.payload == self._merged(shard, base, group.contributors)
             case Contribution() if message.payload:
                 is_sound = (message.shard, message.base.id, message.contributor) in self.given
             case Commit(header=header):
                 is_signed = commit_id(header) in self.signed
                 is_given = all((header.shard, header.parent, c) in self.given for c in header.contributors)
-                is_sound = is_signed and is_given and self._is_merged(header)
+                are_merged = all((header.shard, header.parent, group) in self.groups for group in header.groups())
+                is_sound = is_signed and is_given and are_merged and self._is_merged(header)
             case Equivocation(first=first, second=second):
                 is_sound = {commit_id(first), commit_id(second)} <= self.signed
             case _:
                 return True
         self.refused += not is_sound
         return is_sound
+
+    def _merged(self, shard: ShardId, base: Digest, contributors: tuple[Contributor, ...]) -> Digest:
+        given = [self.payloads.get(c.payload, ()) for c in contributors]
+        return payload_digest(shard, base, merged(given))
 
     def _is_merged(self, header: CommitHeader) -> bool:
         """Whether its payload is that of the contributions that it names, or such as everybody refuses (rules V)."""

@@ -18,9 +18,9 @@ import msgspec
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.config import LEAST_FACTOR
-from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, learner_id, peer_of
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, learner_id
 from p2pdiloco.protocol.machine import Machine
-from p2pdiloco.protocol.messages import Commit, Contribution, Head
+from p2pdiloco.protocol.messages import Commit, Contribution, GroupMerge, Head
 from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.auditing import with_inserted
 from tests.machine_sim.integer_shards import (
@@ -275,26 +275,34 @@ class Process:
         return ev.Encoded(shard, effect.base.id, given, self.setting.payload_bytes)
 
     def _merge_later(self, effect: ef.Merge) -> None:
-        self.world.checks.merging(self, len(effect.contributions))
+        if not effect.is_group:
+            self.world.checks.merging(self, sum(len(c.contributors) for c in effect.contributions))
         self._work(self._merge, (effect, [self._payload(c.payload) for c in effect.contributions]))
 
     def _merge(self, argument: tuple[ef.Merge, list[Payload]]) -> ev.Event:
         effect, payloads = argument
-        shard, base = effect.shard, self.states.values[effect.shard]
+        shard, base, kind = effect.shard, self.states.values[effect.shard], "group" if effect.is_group else "merge"
         if base is None or self.states.heads[shard] != effect.base.id:
-            return ev.Failed("merge", shard, None, "the head has moved")
-        givers = [peer_of(c.contributor.learner) for c in effect.contributions]
-        culprits = [peer for peer in givers if self.world.settings[peer].poison == "merge"]
+            return ev.Failed(kind, shard, None, "the head has moved")
+        givers = [c.giver for c in effect.contributions]
+        learners = [c.giver for c in effect.contributions if c.group is None]
+        culprits = [peer for peer in learners if self.world.settings[peer].poison == "merge"]
         if culprits or self._fails():
-            return ev.Failed("merge", shard, (culprits or givers)[0], "values are not finite")
-        wildness = self.setting.wildness
+            return ev.Failed(kind, shard, (culprits or givers)[0], "values are not finite")
+        wildness = 0.0 if effect.is_group else self.setting.wildness
         payload = merged(payloads, is_wild=bool(wildness) and self.world.random.random() < wildness)
-        if self.world.auditing.inserts(self.name):
+        if is_inserted := self.world.auditing.inserts(self.name):
             payload = with_inserted(payload)
         digest = payload_digest(shard, effect.base.id, payload)
+        if is_inserted:
+            self.world.auditing.false.add(digest)
         self.store[digest] = payload
-        result = self.world.outer_step(base, digest, payload)
         factors = factors_of(digest, len(payloads), is_liar=bool(self.setting.lies))
+        if effect.is_group:
+            contributors = tuple(c.contributor for c in effect.contributions)
+            group = GroupMerge(self.name, contributors, bytes.fromhex(digest), factors)
+            return ev.GroupMerged(shard, effect.base.id, group, self.setting.payload_bytes)
+        result = self.world.outer_step(base, digest, payload)
         return ev.Merged(shard, effect.base.id, digest, result.digest, factors=factors)
 
     # -- states --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from p2pdiloco.protocol.config import Sizes
+from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.faults import Fault, FaultRates, draw_faults, one_way, storm
@@ -40,6 +41,8 @@ STOP_SHARE = 0.03
 """Runs in which one peer stands still for up to two minutes."""
 RUIN_AT_S, RUIN_S, RUIN_LOG = 14.0, 20.0, 64
 """When the model is ruined, how much longer faults last, and the least length of a log: time to go back."""
+TOGETHER = (2, 3, 4)
+"""Contributions that are merged together in a third of all runs: more make groups."""
 TWINS_SHARE = 0.1
 """Runs whose learners all have the same speed, so that forks of equal weight are common."""
 
@@ -134,6 +137,7 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
             )
         comes_at = 0.0 if i == 0 else random.choice((0.0, 0.5, 5.0, faults_s * random.random()))
         peers.append((name, setting, comes_at))
+    together = Random(f"groups {seed}").choice((*TOGETHER, *(MOST_TOGETHER,) * 6))
     config = ProtocolConfig(
         run=RunId(f"run {seed}"),
         peer=names[0],
@@ -147,6 +151,7 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
         total_steps=int((faults_s + HEALING_S) / min(p.step_s for _, p, _ in peers if p.has_learner))
         if ending == "finish"
         else 10**9,
+        together=together,
         takes_mean=Random(f"mean {seed}").random() < 0.5,
         is_overwrite=random.random() < 0.05,
         evaluation_every=random.choice((0, 2)),
@@ -155,7 +160,7 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
         takeover_floor_s=0.5,
         takeover_ceiling_s=4.0,
         request_s=3.0,
-        leave_s=10.0,
+        leave_s=10.0 if together == MOST_TOGETHER else 20.0,
         finish_s=30.0,
     )
     delay_s = random.choice((0.002, 0.02, 0.08))

@@ -145,7 +145,8 @@ class Checks:
         if isinstance(proof, WrongMerge):
             self.world.happened["wrong-merge"] += 1
             lying.caught.setdefault(owner, lying.wrong[owner])
-            if not lying.is_wrong(proof.header.payload) and not self._is_false(proof):
+            part = proof.header.parts[proof.part].payload.hex() if proof.part >= 0 else proof.header.payload
+            if not lying.is_wrong(Digest(part)) and not self._is_false(proof):
                 self.violated(3, f"{owner[-6:]} is said to have merged wrongly, which is not so")
             return
         self.world.happened["equivocation"] += 1
@@ -171,8 +172,8 @@ class Checks:
 
     def _applied(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         chain = peer.machine.core.chains[shard]
-        if chain.log and chain.log_ids[-1] == head and chain.log[-1].owner != peer.config.peer:
-            self.world.lying_owners.applied(chain.log[-1].owner, chain.log[-1].payload)
+        if chain.log and chain.log_ids[-1] == head:
+            self.world.lying_owners.applied(peer.config.peer, chain.log[-1])
         if peer.state.heads[shard] != head or chain.head is None or chain.head.id != head:
             return  # it has moved on
         known = self.values.get((shard, head))
@@ -332,7 +333,8 @@ class Checks:
     # -- 3: a commit is the merge that it says -------------------------------------------------------------------------
 
     def _is_merged(self, shard: ShardId, header: CommitHeader, change: Vector) -> None:
-        if self.world.lying_owners.is_wrong(header.payload):
+        made = (Digest(header.payload), *(Digest(part.payload.hex()) for part in header.parts))
+        if any(map(self.world.lying_owners.is_wrong, made)):
             return
         vectors, weights = [], []
         for c in header.contributors:
@@ -347,9 +349,25 @@ class Checks:
             return
         schedule, how = self.world.manifest.config.schedule, self.world.layout.shards[shard].merge
         steps = [c.steps for c in header.contributors]
+        if header.parts:
+            vectors = [
+                reference_math.merged(
+                    [vectors[place] for place in part.members],
+                    [weights[place] for place in part.members],
+                    [steps[place] for place in part.members],
+                    schedule.sync_every,
+                    how,
+                    [header.factors[place] for place in part.members] if header.factors else (),
+                )
+                for part in header.parts
+            ]
+            weights = [c.tokens * c.tokens / c.steps for c in header.merged]
+            steps = [c.steps for c in header.merged]
+        members = [len(part.members) for part in header.parts]
         # What is longer than ``longest`` when encoded becomes a tenth shorter: nearly equal lengths go either way.
         for longest in (header.longest * one for one in (1.0, 1.0 - 1e-3, 1.0 + 1e-3)):
-            expected = reference_math.merged(vectors, weights, steps, schedule.sync_every, how, header.factors, longest)
+            rules = (schedule.sync_every, how, header.merged_factors, longest, members)
+            expected = reference_math.merged(vectors, weights, steps, *rules)
             if float(np.abs(expected - change).max()) <= 1e-2 * float(np.abs(expected).max()) + 1e-4:
                 return
         self.violated(3, f"commit {header.version} of shard {shard} is not the merge of what it names")

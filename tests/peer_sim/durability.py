@@ -290,7 +290,10 @@ class Durability:
     def committed(self, header: CommitHeader) -> None:
         """Somebody has made a commit."""
         self._commits.add(header.payload)
-        self._merged_by[header.owner, header.shard].update(dict.fromkeys(audited_payloads(header), header.version))
+        makers = (header.owner, *(part.collector for part in header.parts))
+        for part, maker in enumerate(makers, start=-1):
+            needed = audited_payloads(header, part)
+            self._merged_by[maker, header.shard].update(dict.fromkeys(needed, header.version))
         for contributor in header.contributors:
             giver = peer_of(contributor.learner)
             payload, merged = Digest(contributor.payload.hex()), self._merged[header.shard]
@@ -313,11 +316,11 @@ class Durability:
         if name in checks.spoilt:
             return  # it may be on a fork of its own, where what comes waits for a head that it never reaches (M2b)
         chains, proofs = peer.machine.core.chains, peer.machine.barred_owners.proofs.values()
-        wrong = [proof.header for proof in proofs if isinstance(proof, WrongMerge)]
+        wrong = [audited_payloads(proof.header, proof.part) for proof in proofs if isinstance(proof, WrongMerge)]
         for merged, shelf, chain in zip(self._merged, peer.driver.payload_cache.shards, chains, strict=True):
             least = (0 if chain.head is None else chain.head.version) - 2 * AUDITED_VERSIONS
             own = {payload for payload, version in self._merged_by[name, chain.shard].items() if version > least}
-            shown_to_auditors = own.union(*map(audited_payloads, wrong))
+            shown_to_auditors = own.union(*wrong)
             for digest in sorted(shelf.payloads.keys() - self._commits - shown_to_auditors):
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again

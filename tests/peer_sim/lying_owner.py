@@ -15,6 +15,7 @@ import torch
 from p2pdiloco.codec import merge
 from p2pdiloco.peer.model_state import MergeResult
 from p2pdiloco.protocol.ids import Digest, PeerId
+from p2pdiloco.protocol.messages import CommitHeader
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.peer import Peer
@@ -40,11 +41,14 @@ class LyingOwners:
         """Whether a commit's payload is a lie."""
         return payload in self._wrong
 
-    def applied(self, owner: PeerId, payload: Digest) -> None:
-        """Somebody else has applied a commit."""
-        if payload in self._wrong and payload not in self._taken:
-            self._taken.add(payload)
-            self.wrong[owner] += 1
+    def applied(self, peer: PeerId, header: CommitHeader) -> None:
+        """A peer has applied a commit."""
+        merges = [(header.owner, header.payload)]
+        merges += [(part.collector, Digest(part.payload.hex())) for part in header.parts]
+        for maker, payload in merges:
+            if maker != peer and payload in self._wrong and payload not in self._taken:
+                self._taken.add(payload)
+                self.wrong[maker] += 1
 
     def begin(self, peer: Peer, lie: Lie, seed: int) -> None:
         """From now on this peer lies in every merge that can be told from an honest one."""

@@ -36,15 +36,18 @@ def merged(
     how: str,
     factors: Sequence[int] = (),
     longest: float = 0.0,
+    members: Sequence[int] = (),
 ) -> NDArray[np.float64]:
     """Return the merge of ``vectors`` that declare these weights and inner steps.
 
     ``sync_round``: inner steps of a round; ``factors``: per cent of each weight that count; ``longest``: the length
-    that the merge may have, 0: any.
+    that the merge may have, 0: any; ``members``: how many learners' each is, empty: one's.
     """
-    weights = [min((w, *_others(declared, i))) for i, w in enumerate(declared)]
+    numbers = members or [1] * len(declared)
+    means = [w / number for w, number in zip(declared, numbers, strict=True)]
+    weights = [numbers[i] * min((w, *_others(means, i))) for i, w in enumerate(means)]
     heaviest = max(weights)
-    weights = [w * per_cent / 100 for w, per_cent in zip(weights, factors or [100] * len(weights), strict=True)]
+    weights = [w * (per_cent / 100) for w, per_cent in zip(weights, factors or [100] * len(weights), strict=True)]
     total = sum(weights)
     scale = min(1.0, total / heaviest) if heaviest else 1.0
     norms = [float(np.linalg.norm(v)) for v in vectors]

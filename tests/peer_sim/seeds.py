@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
 from tests.peer_sim.blackout import Blackout, darkened
 from tests.peer_sim.faults import draw_faults, draw_rough, draw_shortages
@@ -49,6 +50,7 @@ def draw(seed: int) -> tuple[WorldSetting, Random]:
             overlap=min(random.choice((1, 2, 4)), sync_every - 1),
             min_quorum=random.choice((1, 1, 2)),
             grace_share=random.choice((0.0, 0.7, 0.7)),
+            together=Random(f"{seed}/groups").choice((2, 3, *(MOST_TOGETHER,) * 4)),
         ),
         outer=OuterConfig(
             learning_rate=random.choice((0.4, 0.5, 1.0)),

@@ -12,7 +12,17 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.protocol import aggregation, chain, contributions, heartbeat, machine, replication, shutdown, waiting
+from p2pdiloco.protocol import (
+    aggregation,
+    chain,
+    collecting,
+    contributions,
+    heartbeat,
+    machine,
+    replication,
+    shutdown,
+    waiting,
+)
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.contributions import Ledger, Walk
 from p2pdiloco.protocol.effects import PauseLearner
@@ -125,21 +135,21 @@ def _endless_grace() -> list[Patch]:
     def endless(**_: float) -> float:
         return 1e9
 
-    return [(aggregation, "grace_window_s", endless)]
+    return [(collecting, "grace_window_s", endless)]
 
 
 def _quorum_too_small() -> list[Patch]:
     def decide(view: waiting.QuorumView) -> waiting.Decision:
         return waiting.decide(view._replace(min_quorum=view.min_quorum - 1))
 
-    return [(aggregation, "decide", decide)]
+    return [(collecting, "decide", decide)]
 
 
 def _quorum_too_large() -> list[Patch]:
     def decide(view: waiting.QuorumView) -> waiting.Decision:
         return waiting.decide(view._replace(min_quorum=view.min_quorum + 1))
 
-    return [(aggregation, "decide", decide)]
+    return [(collecting, "decide", decide)]
 
 
 def _fork_without_restore() -> list[Patch]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from tests.seeded_bugs.audits import BUGS as AUDIT_BUGS
 from tests.seeded_bugs.claims import BUGS as CLAIM_BUGS
 from tests.seeded_bugs.going_back import BUGS as BACK_BUGS
+from tests.seeded_bugs.groups import BUGS as GROUP_BUGS
 from tests.seeded_bugs.inject import Bug
 from tests.seeded_bugs.topologies import BUGS as MESH_BUGS
 
@@ -23,6 +24,7 @@ BUGS = (
     *AUDIT_BUGS,
     *BACK_BUGS,
     *CLAIM_BUGS,
+    *GROUP_BUGS,
     *MESH_BUGS,
     _bug(
         "any interval believed",

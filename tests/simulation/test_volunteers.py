@@ -50,7 +50,7 @@ def test_volunteers_that_come_and_go_are_counted_while_they_are_there(monkeypatc
 
 
 def test_peers_that_went_before_they_had_a_commit_do_not_count() -> None:
-    spread = Spread(1, 10.0, 4, 4, frozenset((A, B, C)), {A: 10.0, B: 12.0, D: 11.0})
+    spread = Spread(1, 10.0, 4, 4, 1.0, frozenset((A, B, C)), {A: 10.0, B: 12.0, D: 11.0})
     assert spread.seconds(0.5, frozenset((A, B, C, D))) == 2.0
     assert spread.seconds(0.99, frozenset((A, B, C, D))) == math.inf
     assert spread.seconds(0.99, frozenset((A, D))) == 2.0

@@ -91,6 +91,12 @@ def digest(name: str) -> Digest:
     return digest_of(name.encode())
 
 
+def merged_by(collector: PeerId, *contributors: msg.Contributor, **changes: Any) -> msg.GroupMerge:
+    """A group's merge of these, sorted by learner."""
+    payload = bytes.fromhex(digest(f"merged by {collector} of {contributors}"))
+    return msgspec.structs.replace(msg.GroupMerge(collector, contributors, payload), **changes)
+
+
 def run_owned(owners: str, version: int = 1) -> RunId:
     """A run in which these equal peers are ranked in this order for shard 0's ``version``."""
     wanted = tuple(PeerId(name) for name in owners)
@@ -259,6 +265,9 @@ class Stage:
                 return ev.Encoded(effect.shard, effect.base.id, given, 100)
             case ef.Merge():
                 name = f"{effect.base.id} {sorted(c.payload for c in effect.contributions)}"
+                if effect.is_group:
+                    made = merged_by(self.config.peer, *(c.contributor for c in effect.contributions))
+                    return ev.GroupMerged(effect.shard, effect.base.id, made, 100)
                 return ev.Merged(effect.shard, effect.base.id, digest(f"merged {name}"), digest(f"result {name}"))
             case ef.Apply():
                 return ev.Applied(effect.header.shard, effect.id)

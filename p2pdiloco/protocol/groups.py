@@ -1,0 +1,27 @@
+"""Groups: where many learners contribute to a shard, each group's contributions are merged before the groups' merges.
+
+Rules of this file:
+1. The number of groups follows from the chain, so that all peers at a head have the same.
+2. A peer's key decides its group. Nobody chooses with whom it is merged, and compared.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.ids import PeerId, fingerprint
+
+MOST_TOGETHER = 48
+"""Contributions that are merged together. With more learners there are groups, of half as many to as many."""
+_BITS = 64
+
+
+def group_bits(learners: int, most: int = MOST_TOGETHER) -> int:
+    """Return the base-2 logarithm of the number of groups; 0: all ``learners`` are merged together."""
+    bits = 0
+    while learners > most << bits:
+        bits += 1
+    return bits
+
+
+def group_of(peer: PeerId, bits: int) -> int:
+    """Return the group of ``peer``: the first ``bits`` bits of its fingerprint."""
+    return fingerprint(peer, _BITS // 8) >> (_BITS - bits) if bits else 0
