@@ -60,10 +60,10 @@ Attack = Callable[["LyingLaboratory", ShardId, int, Tensor, Tensor], Tensor]
 
 
 class LyingLaboratory(Laboratory):
-    """A run in which the last ``liars`` learners contribute what an attack makes."""
+    """A run in which ``liars`` learners, the last ones or one of each so many, contribute what an attack makes."""
 
-    def __init__(self, setting: Setting, text: Corpus, liars: int, attack: str) -> None:
-        self.liars, self.attack = liars, attack
+    def __init__(self, setting: Setting, text: Corpus, liars: int, attack: str, *, are_spread: bool = False) -> None:
+        self.liars, self.attack, self.are_spread = liars, attack, are_spread
         self.generator = torch.Generator().manual_seed(99)
         self.remembered: dict[tuple[str, int, int], Tensor] = {}
         self.past: dict[tuple[int, int], list[Tensor]] = {}
@@ -72,6 +72,8 @@ class LyingLaboratory(Laboratory):
 
     def is_liar(self, index: int) -> bool:
         """Whether the learner of this index lies."""
+        if self.are_spread:
+            return (index + 1) % (len(self.members) // self.liars) == 0
         return index >= len(self.members) - self.liars
 
     def random(self, like: Tensor) -> Tensor:
@@ -188,9 +190,10 @@ EXACT = ("x10", "x1000", "ALIE", "inner product", "replay", "stale by 10", "zero
 """Attacks of a length of their own. The others are as long as the rule lets them be."""
 
 
-def setting_of(case: str, merge: str, rule: str, learners: int, steps: int, seed: int) -> Setting:
+def setting_of(case: str, merge: str, rule: str, learners: int, steps: int, seed: int, groups: int = 1) -> Setting:
     """The small model of the laboratory."""
     return Setting(
+        groups=groups,
         seed=seed,
         learners=learners,
         batch=8 * learners,
@@ -209,12 +212,13 @@ def setting_of(case: str, merge: str, rule: str, learners: int, steps: int, seed
     )
 
 
-def measured(setting: Setting, liars: int, attack: str) -> dict[str, float]:
+def measured(setting: Setting, liars: int, attack: str, *, are_spread: bool = False) -> dict[str, float]:
     """Run one cell; a run that ends in numbers that are none has an infinite loss."""
     text = data.languages() if setting.data == "languages" else data.corpus()
     pieces = text.held_out[: text.held_out.numel() // 4096 * 4096].view(-1, 4096)
     held_out = pieces[:: max(1, len(pieces) // 17)].flatten()
-    laboratory = LyingLaboratory(setting, Corpus(train=text.train, held_out=held_out), liars, attack)
+    corpus = Corpus(train=text.train, held_out=held_out)
+    laboratory = LyingLaboratory(setting, corpus, liars, attack, are_spread=are_spread)
     try:
         figures = laboratory.run().figures
     except (ValueError, RuntimeError, OverflowError):
@@ -228,6 +232,8 @@ def main() -> None:
     parser = bench.parser(__doc__, rows="rule and attack", has_plot=False)
     parser.add_argument("--learners", type=int, default=4, help="all of them")
     parser.add_argument("--liars", type=int, default=1, help="of them")
+    parser.add_argument("--groups", type=int, default=1, help="whose merges are merged; liars are in the last ones")
+    parser.add_argument("--spread", action="store_true", help="liars are in all groups, evenly")
     parser.add_argument("--steps", type=int, default=150, help="inner steps of each learner")
     parser.add_argument("--merge", choices=MERGES, default="direct", help="plain mean every 6 steps, or RDA every 24")
     parser.add_argument("--case", choices=CASES, default="equal", help="the honest learners' data and speeds")
@@ -235,13 +241,16 @@ def main() -> None:
     parser.add_argument("--attacks", nargs="+", default=["honest", *ATTACKS, "mixed"], help="names, or honest")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], help="the loss is their mean")
     options = parser.parse_args()
+    if options.liars < 1 or options.learners % options.groups or (options.spread and options.learners % options.liars):
+        parser.error("--learners must be a multiple of --groups, and with --spread of --liars")
     cells: dict[tuple[str, str, int], dict[str, float]] = {}
 
     def cell(rule: str, attack: str, seed: int) -> dict[str, float]:
         key = (rule, attack, seed)
         if key not in cells:
-            setting = setting_of(options.case, options.merge, rule, options.learners, options.steps, seed)
-            cells[key] = measured(setting, options.liars, attack)
+            shape = (options.learners, options.steps, seed, options.groups)
+            setting = setting_of(options.case, options.merge, rule, *shape)
+            cells[key] = measured(setting, options.liars, attack, are_spread=options.spread)
         return cells[key]
 
     table: dict[str, dict[str, Any]] = {}

@@ -28,6 +28,7 @@ from benchmarks.scale.worlds import OVERLAP, STEP_S, SYNC_EVERY
 from p2pdiloco.peer.codec_selection import SLOW
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import Commit
 from p2pdiloco.protocol.state import SLOW_LINE_WEIGHT, ProtocolConfig
@@ -63,6 +64,8 @@ class Spread(msgspec.Struct):
     learners: int
     """Learners that train when it is made."""
     contributors: int
+    round_s: float
+    """From the opening of its round at its owner until it is made."""
     peers: frozenset[PeerId]
     """Peers that have all states when it is made."""
     taken_at: dict[PeerId, float] = {}
@@ -104,7 +107,9 @@ class Meter(Transcript):
                 if isinstance(effect, ef.Apply) and effect.header.owner == name:
                     self._had.add((name, effect.header.payload))
                     trains = sum(one.learner is not None for one in world.processes.values())
-                    made = (world.now, trains, len(effect.header.contributors), taking_part(world))
+                    opened_at = process.machine.aggregation.collections[event.shard].opened_at or 0.0
+                    round_s = world.now - process.clock.when(opened_at)
+                    made = (world.now, trains, len(effect.header.contributors), round_s, taking_part(world))
                     self.spreads[event.shard][effect.id] = Spread(effect.header.version, *made)
 
     def winning(self, world: World, since: float, until: float) -> list[Spread]:
@@ -144,6 +149,7 @@ class Swarm:
             min_quorum=1,
             grace_share=0.7,
             total_steps=10**9,
+            together=options.together,
         )
         self.meter = Meter()
         network = NetworkSetting(redial_s=2.0, patience_s=15.0)
@@ -293,6 +299,7 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
     found: dict[str, float] = {
         "shards": options.shards,
         "start_s": start_s if has_started else math.inf,
+        "made_s": statistics.median([s.round_s for s in spreads] or [math.inf]),
         "t50_s": statistics.median(t50),
         "t99_s": statistics.median(t99),
         "t99_p90_s": t99[int(0.9 * len(t99))],
@@ -320,6 +327,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", type=int, nargs="+", metavar="N", default=[8, 16, 64], help="sizes of the swarm")
     parser.add_argument("--seed", type=int, default=1, help="seed of the world")
     parser.add_argument("--shards", type=int, default=48, help="up to 24, or a multiple of 24; fewer take less time")
+    parser.add_argument("--together", type=int, default=MOST_TOGETHER, help="learners that are merged without groups")
     parser.add_argument("--payload", type=int, default=900_000, help="bytes of a contribution or commit")
     parser.add_argument("--seconds", type=float, default=96.0, help="simulated duration of the measurement")
     parser.add_argument("--up", type=float, default=50.0, help="line rate of each peer in Mbit/s, up")
