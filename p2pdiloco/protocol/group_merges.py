@@ -16,7 +16,7 @@ from typing import Any
 from p2pdiloco.protocol.collecting import Collection, Collector
 from p2pdiloco.protocol.effects import Merge
 from p2pdiloco.protocol.events import GroupMerged
-from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Contribution, Part, part_as_one
 from p2pdiloco.protocol.state import Core
 from p2pdiloco.protocol.waiting import Waits
@@ -50,14 +50,20 @@ def merged_parts(contributions: Sequence[Contribution], factors: tuple[int, ...]
 class Offer:
     """A group's merge that this peer has made, and the owners that it was sent to."""
 
-    __slots__ = ("asked", "at", "contribution", "learners")
+    __slots__ = ("asked", "at", "contribution", "laps")
 
-    def __init__(self, contribution: Contribution, learners: int, asked: list[PeerId]) -> None:
+    def __init__(self, contribution: Contribution, asked: list[PeerId], laps: int) -> None:
         self.contribution = contribution
-        self.learners = learners
         self.asked = asked
+        self.laps = laps
+        """Passes over all owners, the current one included; in the n-th, each has n takeover times."""
         self.at = 0.0
         """Time at which it was sent last."""
+
+    @property
+    def learners(self) -> set[LearnerId]:
+        """Whose contributions it holds."""
+        return {c.learner for c in self.contribution.contributors}
 
 
 class GroupMerges(Collector):
@@ -104,10 +110,10 @@ class GroupMerges(Collector):
         """Start a merge if it is due, or offer the last one to the next owner."""
         core, collection, offer = self.core, self.collections[shard], self._offers.get(shard)
         if offer is not None and not collection.is_closed:
-            if core.now < (due_at := offer.at + self.waits().takeover_s):
+            if core.now < (due_at := offer.at + offer.laps * self.waits().takeover_s):
                 core.alarms.set((self.alarm, shard), due_at)
                 return
-            if len(collection.given) == offer.learners:
+            if collection.given.keys() == offer.learners:
                 self._offer(shard, offer, self._next_owner(shard, offer))
                 return
         super().merge_if_due(shard)
@@ -119,11 +125,10 @@ class GroupMerges(Collector):
         shard, collection = event.shard, self.collections[event.shard]
         if self.finish(shard, event.base) is None or collection.is_closed:
             return
-        one, learners = part_as_one(event.group), len(event.group.contributors)
-        head = self.core.head(shard)
+        one, head, last = part_as_one(event.group), self.core.head(shard), self._offers.get(shard)
         contribution = Contribution(shard, head, collection.step, one, event.payload_bytes, event.group)
-        last = self._offers.get(shard)
-        offer = self._offers[shard] = Offer(contribution, learners, [] if last is None else last.asked)
+        offer = Offer(contribution, [], 1) if last is None else Offer(contribution, last.asked, last.laps)
+        self._offers[shard] = offer
         self._offer(shard, offer, *offer.asked, self._next_owner(shard, offer))
         self._owner.merge_if_due(shard)
 
@@ -140,13 +145,15 @@ class GroupMerges(Collector):
 
     def _next_owner(self, shard: ShardId, offer: Offer) -> PeerId:
         owners, rank = self.core.participation.ranked_owners(shard), self.rank(shard)
-        left = [owner for owner in owners[rank:] + owners[:rank] if owner not in offer.asked]
-        return left[0] if left else owners[rank % len(owners)]
+        order = owners[rank:] + owners[:rank]
+        if set(order) <= set(offer.asked):
+            offer.asked, offer.laps = [], offer.laps + 1
+        return next(owner for owner in order if owner not in offer.asked)
 
     def _offer(self, shard: ShardId, offer: Offer, *owners: PeerId) -> None:
         core, me = self.core, self.core.config.peer
         offer.asked, offer.at = list(dict.fromkeys((*offer.asked, *owners))), core.now
-        core.alarms.set((self.alarm, shard), core.now + self.waits().takeover_s)
+        core.alarms.set((self.alarm, shard), core.now + offer.laps * self.waits().takeover_s)
         core.send(tuple(owner for owner in dict.fromkeys(owners) if owner != me), offer.contribution)
         if me in owners:
             self._collect(me, offer.contribution)

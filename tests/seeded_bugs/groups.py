@@ -89,7 +89,7 @@ BUGS = (
         "a merge is offered to one owner only",
         "protocol.group_merges",
         "GroupMerges.merge_if_due",
-        "len(collection.given) == offer.learners",
+        "collection.given.keys() == offer.learners",
         "False",
         "the next owner gets no merge of any group, and has nothing to commit",
         "test_a_groups_merge_goes_to_the_next_owner_after_each_takeover_time",
