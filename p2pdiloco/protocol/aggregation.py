@@ -15,8 +15,8 @@ import math
 from msgspec.structs import replace
 
 from p2pdiloco.protocol.chain import HeadChange
-from p2pdiloco.protocol.collecting import SMOOTHING, Collection, Collector
 from p2pdiloco.protocol.events import Merged
+from p2pdiloco.protocol.gathering import SMOOTHING, Collection, Gatherer
 from p2pdiloco.protocol.group_merges import GroupMerges, group_name, merged_parts
 from p2pdiloco.protocol.groups import group_of
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
@@ -42,7 +42,7 @@ def is_ahead(contribution: Contribution, head: Head) -> bool:
     return contribution.base.version > head.version or contribution.base.tokens > head.tokens
 
 
-class Aggregation(Collector):
+class Aggregation(Gatherer):
     """Collects what this peer merges as an owner: contributions, or the groups' merges where there are groups."""
 
     def __init__(self, core: Core) -> None:

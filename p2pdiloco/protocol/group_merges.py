@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from p2pdiloco.protocol.collecting import Collection, Collector
 from p2pdiloco.protocol.effects import Merge
 from p2pdiloco.protocol.events import GroupMerged
+from p2pdiloco.protocol.gathering import Collection, Gatherer
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Contribution, Part, part_as_one
 from p2pdiloco.protocol.state import Core
@@ -66,12 +66,12 @@ class Offer:
         return {c.learner for c in self.contribution.contributors}
 
 
-class GroupMerges(Collector):
+class GroupMerges(Gatherer):
     """Collects the contributions of this peer's group, and offers their merges to owners."""
 
     alarm = "group"
 
-    def __init__(self, core: Core, owner: Collector, collect: Callable[[PeerId, Contribution], None]) -> None:
+    def __init__(self, core: Core, owner: Gatherer, collect: Callable[[PeerId, Contribution], None]) -> None:
         """``owner`` collects what this peer merges as an owner, and is given merges through ``collect``."""
         super().__init__(core, owner.response_times)
         self._owner = owner

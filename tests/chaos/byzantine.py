@@ -33,7 +33,7 @@ from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.peer.state_server import StateServer
-from p2pdiloco.protocol import aggregation, block_assignment, collecting, heartbeat, replication, waiting
+from p2pdiloco.protocol import aggregation, block_assignment, gathering, heartbeat, replication, waiting
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import NO_MARK, record_of
 from p2pdiloco.protocol.config import BATCH_ROOM, LEAST_FACTOR, RANGE_ROUNDS
@@ -693,7 +693,7 @@ def _cabal() -> None:
         with open(_node.cabal, "a") as file:
             file.write(f"{_node.cache._identity.peer_id}\n")
 
-    def honest_if_complete(collection: collecting.Collection) -> list[LearnerId]:
+    def honest_if_complete(collection: gathering.Collection) -> list[LearnerId]:
         cabal, givers = _cabal_ids(), {peer_of(learner) for learner in collection.given}
         return [x for x in collection.given if peer_of(x) not in cabal] if cabal <= givers else []
 
@@ -705,7 +705,7 @@ def _cabal() -> None:
         sound(self, shard)
 
     def hurried(
-        self: aggregation.Aggregation, shard: ShardId, collection: collecting.Collection, quorum: int
+        self: aggregation.Aggregation, shard: ShardId, collection: gathering.Collection, quorum: int
     ) -> waiting.QuorumView:
         found = view(self, shard, collection, quorum)
         return found._replace(missing={}) if honest_if_complete(collection) else found

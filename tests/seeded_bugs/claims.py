@@ -307,8 +307,8 @@ if founder not in donors:
     ),
     _bug(
         "a contribution alone opens a round",
-        "collecting",
-        "Collector.accept",
+        "gathering",
+        "Gatherer.accept",
         "self.answers(contribution.shard).is_most",
         "True",
         "a member contributes right after each version, and all owners merge it alone",
@@ -595,8 +595,8 @@ if founder not in donors:
     ),
     _bug(
         "anybody merges whenever it likes",
-        "collecting",
-        "Collector.support",
+        "gathering",
+        "Gatherer.support",
         "len(prompt & here)",
         "len(prompt)",
         "a member merges its own contribution alone before each round, and the model is its own",
@@ -613,8 +613,8 @@ if founder not in donors:
     ),
     _bug(
         "an owner to which nobody comes believes that it is alone",
-        "collecting",
-        "Collector.support",
+        "gathering",
+        "Gatherer.support",
         "max(len(prompt), len(peers) and len(peers) // 2 + 1)",
         "len(prompt)",
         "an owner that others pass over merges its own alone at each of its versions, beside theirs",

@@ -108,8 +108,8 @@ BUGS = (
     ),
     _bug(
         "an abandoned head is merged on",
-        "p2pdiloco.protocol.collecting",
-        "Collector.may_merge",
+        "p2pdiloco.protocol.gathering",
+        "Gatherer.may_merge",
         "self.core.head(shard).id not in self.core.abandoned",
         "True",
         "the ruined chain goes on",

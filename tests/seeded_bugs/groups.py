@@ -51,8 +51,8 @@ BUGS = (
     ),
     _bug(
         "a group counts as one learner for the quorum",
-        "protocol.collecting",
-        "Collector.learners",
+        "protocol.gathering",
+        "Gatherer.learners",
         "sum(len(contribution.contributors) for contribution in collection.given.values())",
         "len(collection.given)",
         "a run whose quorum is larger than the number of its groups never goes on",
@@ -321,8 +321,8 @@ BUGS = (
     ),
     _bug(
         "the limit of a commit is that of its collectors",
-        "protocol.collecting",
-        "Collector.start",
+        "protocol.gathering",
+        "Gatherer.start",
         "[c for one in contributions for c in one.contributors]",
         "[one.contributor for one in contributions]",
         "an owner shortens each update, because its collectors are few of the usual contributors",

@@ -15,8 +15,8 @@ import msgspec
 from p2pdiloco.protocol import (
     aggregation,
     chain,
-    collecting,
     contributions,
+    gathering,
     heartbeat,
     machine,
     replication,
@@ -135,21 +135,21 @@ def _endless_grace() -> list[Patch]:
     def endless(**_: float) -> float:
         return 1e9
 
-    return [(collecting, "grace_window_s", endless)]
+    return [(gathering, "grace_window_s", endless)]
 
 
 def _quorum_too_small() -> list[Patch]:
     def decide(view: waiting.QuorumView) -> waiting.Decision:
         return waiting.decide(view._replace(min_quorum=view.min_quorum - 1))
 
-    return [(collecting, "decide", decide)]
+    return [(gathering, "decide", decide)]
 
 
 def _quorum_too_large() -> list[Patch]:
     def decide(view: waiting.QuorumView) -> waiting.Decision:
         return waiting.decide(view._replace(min_quorum=view.min_quorum + 1))
 
-    return [(collecting, "decide", decide)]
+    return [(gathering, "decide", decide)]
 
 
 def _fork_without_restore() -> list[Patch]:

@@ -1,4 +1,4 @@
-"""Collects the contributions of a round and decides when they are merged: at an owner, and at a group's collector.
+"""Gathers the contributions of a round and decides when they are merged: at an owner, and at a group's collector.
 
 Rules of this file:
 1. There is no election. Any peer that holds contributions may merge them once its rank's turn has come.
@@ -46,7 +46,7 @@ class Collection:
         """Contributions with tokens."""
         self.answered: set[PeerId] = set()
         self.opened_at: float | None = None
-        """When the round was announced here, or most had contributed (``Collector.accept``)."""
+        """When the round was announced here, or most had contributed (``Gatherer.accept``)."""
         self.held_until = math.inf
         """When the round opens without an announcement."""
         self.quorum_at: float | None = None
@@ -68,8 +68,11 @@ class Job(NamedTuple):
     began_at: float
 
 
-class Collector(ABC):
-    """Collects contributions to all shards, of a group or for an owner, and decides when to merge them."""
+class Gatherer(ABC):
+    """Gathers contributions to the next versions of all shards, and decides when to merge them.
+
+    An owner has one for its commits (``Aggregation``), and each peer one for its group (``GroupMerges``).
+    """
 
     alarm = "close"
     """Topic of the alarm at which a collection is looked at again."""
@@ -173,6 +176,7 @@ class Collector(ABC):
         return Support(len(self.collections[shard].answered), able + missing)
 
     def refuse(self, sender: PeerId, contribution: Contribution, reason: str) -> None:
+        """Tell ``sender`` that its contribution is not merged, and this peer's head."""
         core, shard = self.core, contribution.shard
         head = core.head(shard)
         core.note("debug", "refusal", f"shard {shard} version {contribution.base.version} from {sender}: {reason}")
