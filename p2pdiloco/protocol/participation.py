@@ -101,12 +101,13 @@ class Participation:
 
     def collectors(self, shard: ShardId, group: int) -> tuple[PeerId, ...]:
         """Return the candidates of a group in the order in which they may merge its contributions to the shard's next
-        version: if it has none, its participants; without groups, the owners."""
+        version: if it has none, its participants; without groups, or if nobody is there, the owners."""
         bits = self._chains[shard].group_bits
         if not bits:
             return self.ranked_owners(shard)
         here = _divided(self.candidates(shard), bits).get(group, ())
-        return self._ranked(shard, here or tuple((peer, 1.0) for peer in sorted(self.members(shard, group))))
+        here = here or tuple((peer, 1.0) for peer in sorted(self.members(shard, group)))
+        return self._ranked(shard, here) if here else self.ranked_owners(shard)
 
     def rank(self, peer: PeerId, shard: ShardId) -> int:
         """Return a peer's rank as another peer may see it; 1 if it is no candidate here.

@@ -139,6 +139,10 @@ def test_where_nobody_of_a_group_may_collect_its_participants_do() -> None:
     assert not sent(effects, msg.Contribution)
     [merge] = [one for one in only(effects + stage.wait(5.0), ef.Merge) if one.is_group]
     assert [c.giver for c in merge.contributions] == [A]
+    for peer in (B, D):
+        stage.tell(ev.PeerDisconnected(peer, "gone"))
+    participation = stage.machine.core.participation
+    assert participation.collectors(SHARD, 1) == participation.ranked_owners(SHARD), "nobody is left there"
 
 
 def test_a_contribution_of_another_group_is_refused() -> None:
