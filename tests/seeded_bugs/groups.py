@@ -176,6 +176,16 @@ BUGS = (
         "test_of_two_merges_with_a_contributor_in_common_the_larger_one_counts",
     ),
     _bug(
+        "a lineage counts parts in full",
+        "peer.state_proof",
+        "_check_tokens",
+        "header.counted_factors",
+        "header.factors",
+        "newcomers refuse the states of all honest peers, or believe a chain that counts too much",
+        "test_a_lineage_weighs_what_was_given",
+        "tests/unit/protocol/test_lineage.py",
+    ),
+    _bug(
         "a collector is audited before it has the commit",
         "peer.audit",
         "Auditor.consider",

@@ -73,8 +73,12 @@ def test_a_lineage_is_an_unbroken_line_of_signed_commits() -> None:
 
 
 def test_a_lineage_weighs_what_was_given() -> None:
-    """H1a: whatever its owners sign."""
+    """H1a, M7f: whatever its owners sign, also of parts."""
     first, second = line(2)
+    part = msg.Part(ANN.peer_id, b"", b"", (0,), 25)
+    check_lineage(RUN, ours(second.header, parts=(part,), tokens=second.header.tokens - 30).header, [first])
+    with pytest.raises(ValueError, match="counts tokens that nobody contributed"):
+        check_lineage(RUN, ours(second.header, parts=(part,)).header, [first])
     heavier = ours(second.header, tokens=second.header.tokens + 1)
     with pytest.raises(ValueError, match="version 5 of shard 0 counts tokens that nobody contributed"):
         check_lineage(RUN, heavier.header, [first])
