@@ -18,7 +18,7 @@ from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.events import Merged
 from p2pdiloco.protocol.gathering import SMOOTHING, Collection, Gatherer
 from p2pdiloco.protocol.group_merges import GroupMerges, group_name, merged_parts
-from p2pdiloco.protocol.groups import group_of
+from p2pdiloco.protocol.groups import group_of, most_members
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import MAX_PARTS, CommitHeader, Contribution, Head
 from p2pdiloco.protocol.own_commits import OwnCommitLog
@@ -223,7 +223,8 @@ class Aggregation(Gatherer):
         """Return whether the payload may be downloaded. Of those for later heads, each peer may have one, and more as
         far as they fit into its share of ``early_bytes``."""
         head = self.core.chains[contribution.shard].head
-        if contribution.giver != sender:
+        is_too_large = len(contribution.contributors) > most_members(self.core.config.together)
+        if contribution.giver != sender or is_too_large:
             return False
         if head is None or is_on_head(contribution, head) or not is_ahead(contribution, head):
             return True

@@ -11,6 +11,8 @@ from p2pdiloco.protocol.ids import PeerId, fingerprint
 
 MOST_TOGETHER = 48
 """Contributions that are merged together. With more learners there are groups, of half as many to as many."""
+SPARE_MEMBERS = 16
+"""Members by which a small group may be larger."""
 _BITS = 64
 
 
@@ -20,6 +22,11 @@ def group_bits(learners: int, most: int = MOST_TOGETHER) -> int:
     while learners > most << bits:
         bits += 1
     return bits
+
+
+def most_members(most: int) -> int:
+    """Return how many members a group may have: twice as many as on average, so that keys by chance do not fill it."""
+    return 2 * most + SPARE_MEMBERS
 
 
 def group_of(peer: PeerId, bits: int) -> int:

@@ -186,6 +186,15 @@ BUGS = (
         "tests/unit/protocol/test_lineage.py",
     ),
     _bug(
+        "a group's merge may have any number of signatures",
+        "protocol.aggregation",
+        "Aggregation.wants",
+        "contribution.giver != sender or is_too_large",
+        "contribution.giver != sender",
+        "a member keeps all processors busy with signatures of its own keys",
+        "test_a_merge_of_more_than_a_group_can_have_is_not_downloaded",
+    ),
+    _bug(
         "a collector is audited before it has the commit",
         "peer.audit",
         "Auditor.consider",

@@ -50,7 +50,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.barred_owners import all_payloads, audited_payloads
 from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.group_merges import group_name, merged_parts
-from p2pdiloco.protocol.groups import MOST_TOGETHER, group_bits, group_of
+from p2pdiloco.protocol.groups import MOST_TOGETHER, group_bits, group_of, most_members
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, digest_of, learner_id
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.transport.identity import Identity
@@ -265,6 +265,15 @@ def test_a_groups_merge_is_not_taken_from_another_peer_than_its_collector() -> N
     assert sent(stage.hear(B, one), msg.Refused)
     stage = Stage(B, C, has_learner=False)
     assert sent(stage.hear(B, given(stage, B, B, C)), msg.Refused)
+
+
+def test_a_merge_of_more_than_a_group_can_have_is_not_downloaded() -> None:
+    """M7c: each signature in it would have to be checked."""
+    stage = grouped()
+    peers = [PeerId(f"b{number}") for number in range(most_members(2) + 1)]
+    assert stage.machine.wants(B, given(stage, B, *peers[1:]))
+    assert not stage.machine.wants(B, given(stage, B, *peers))
+    assert not stage.machine.wants(D, given(stage, B, *peers[1:]))
 
 
 # -- the commit --------------------------------------------------------------------------------------------------------
