@@ -109,7 +109,7 @@ def merge_problem(
 
 
 class _Claim(NamedTuple):
-    """What a commit, or one of its groups, says of a merge."""
+    """A merge as its maker states it: a commit's own, or that of one of its groups."""
 
     contributors: tuple[Contributor, ...]
     factors: tuple[int, ...]
@@ -232,7 +232,7 @@ class Auditor:
 
     def consider(self, effect: ef.Audit) -> None:
         """Audit a merge with the given probability."""
-        if self._host.draw() >= effect.chance or len(self._audits) >= AUDITS_WAITING:
+        if self._host.draw() >= effect.chance:
             return
         proof = self._payload_cache.shards[effect.shard].proofs.get(effect.commit)
         if proof is None:
@@ -245,7 +245,7 @@ class Auditor:
             self._host.call_at(self._host.now() + answer_s, begin)
 
     def _begin_audit(self, commit: WrongMerge, answer_s: float) -> None:
-        if self._driver.is_closed:
+        if self._driver.is_closed or len(self._audits) >= AUDITS_WAITING:
             return
         self._audits.append((commit, answer_s))
         if self._auditing is None or self._auditing.done():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -228,6 +229,8 @@ class Chain:
             return problem
         if bool(header.parts) != bool(self.group_bits):
             return "it does not merge the merges of groups where there are some, or does where there are none"
+        if any(one.collector >= other.collector for one, other in pairwise(header.parts)):
+            return "its parts are not sorted and distinct"
         if any(not LEAST_FACTOR <= part.factor <= 100 for part in header.parts):
             return f"a factor is not between {LEAST_FACTOR} and 100 per cent"
         for group in header.groups():

@@ -21,6 +21,7 @@ from p2pdiloco.protocol.support import Support
 from p2pdiloco.protocol.waiting import QuorumView, Waits, decide, grace_window_s
 
 SMOOTHING = 0.2
+"""Weight of the newest duration in a running mean."""
 
 
 class Collection:

@@ -62,7 +62,7 @@ class Offer:
 
     @property
     def learners(self) -> set[LearnerId]:
-        """Whose contributions it holds."""
+        """Learners whose outer gradients this group's merge holds."""
         return {c.learner for c in self.contribution.contributors}
 
 

@@ -43,6 +43,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_SHARDS = 1 << 16
 MAX_CONTRIBUTORS = 4096
 MAX_PARTS = 256
+"""Maximum number of groups' merges in a commit."""
 MAX_KNOWN = 256
 MAX_ABANDONED = 1024
 """Maximum number of commits in a vote."""
@@ -115,7 +116,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     members: Annotated[tuple[Annotated[int, Meta(ge=0, lt=MAX_CONTRIBUTORS)], ...], Meta(max_length=MAX_CONTRIBUTORS)]
     """Places of its contributors among those of the commit."""
     factor: Percent = 100
-    """How much of its weight counted, in per cent."""
+    """Percentage of the part's weight that counted in the commit."""
 
 
 class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -147,8 +148,8 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     """Norm to which a longer merged outer gradient was scaled down (``Chain.stated_longest``); 0: no limit is known.
     With it the header has all that a merge depends on besides the contributions' payloads."""
     parts: Annotated[tuple[Part, ...], Meta(max_length=MAX_PARTS)] = ()
-    """The groups' merges that were merged, by group; empty: the contributions themselves were. ``factors`` are then
-    those of the groups' merges."""
+    """The groups' merges that were merged, sorted by collector; empty: the contributions themselves were. With parts,
+    ``factors`` has the percentage of each contribution that counted in its group's merge."""
 
     def __post_init__(self) -> None:
         """Check that the parts, if there are any, divide the contributors, and their factors.
@@ -162,7 +163,7 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def merged(self) -> tuple[Contributor, ...]:
-        """What was merged into this commit: its contributions, or its groups' merges as if each were one."""
+        """Contributions that the owner merged: those of learners, or each group's merge as one (``part_as_one``)."""
         return tuple(map(part_as_one, self.groups())) if self.parts else self.contributors
 
     @property
@@ -173,7 +174,7 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def counted_factors(self) -> tuple[int, ...]:
-        """How much of each contribution counted in the end, in per cent; empty: all of all."""
+        """Percentage of each contribution that counted after both merges; empty: 100 for each."""
         found = list(self.factors or [100] * len(self.contributors))
         for part in self.parts:
             for place in part.members:
@@ -261,7 +262,7 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True, tag="contributi
 
     @property
     def contributors(self) -> tuple[Contributor, ...]:
-        """Whose outer gradients it holds."""
+        """The learners' contributions that this one holds: itself, or those in its group's merge."""
         return (self.contributor,) if self.group is None else self.group.contributors
 
     @property

@@ -1,7 +1,7 @@
 """Participation: the peers that each rule counts, asks or waits for.
 
-The questions are about one shard. Today every peer holds all shards and merges with all others, so each answer is that
-of the whole run.
+The questions are about one shard. Every peer holds all shards; in a large run the contributions are gathered in groups
+(``groups``), while votes, ownership and membership are those of the whole run.
 """
 
 from __future__ import annotations

@@ -50,6 +50,15 @@ BUGS = (
         "test_a_commit_needs_a_quorum_of_learners_and_a_groups_merge_needs_none",
     ),
     _bug(
+        "a collector may have two parts of a commit",
+        "protocol.chain",
+        "Chain.problem",
+        "one.collector >= other.collector",
+        "False",
+        "the two halves of a group that its collector merges apart are clipped apart",
+        "test_a_collector_has_one_part_of_a_commit",
+    ),
+    _bug(
         "a group counts as one learner for the quorum",
         "protocol.gathering",
         "Gatherer.learners",

@@ -295,6 +295,18 @@ def test_a_commit_with_parts_is_applied() -> None:
     assert "another group" in notes(stage.hear(B, msg.Commit(wrong)), "commit")[0]
 
 
+def test_a_collector_has_one_part_of_a_commit() -> None:
+    """M7f: parts of its own for two halves of its group would be clipped apart."""
+    stage = grouped(owners="bacd")
+    sound = header_of(stage, given(stage, B, B, D), given(stage, C, C))
+    first, last = sound.parts
+    halves = [msgspec.structs.replace(first, members=(place,)) for place in first.members]
+    for parts in ((*halves, last), (last, first)):
+        wrong = msgspec.structs.replace(sound, parts=parts)
+        assert "sorted" in notes(stage.hear(B, msg.Commit(wrong)), "commit")[0]
+    assert only(stage.take(sound), ef.Apply)
+
+
 def test_parts_that_do_not_divide_the_contributors_are_not_decoded() -> None:
     """M7f: a contributor in two parts, in none, or that there is not; factors of some."""
     stage = grouped()
