@@ -28,6 +28,7 @@ from benchmarks.scale.worlds import OVERLAP, STEP_S, SYNC_EVERY
 from p2pdiloco.peer.codec_selection import SLOW
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.counted_tokens import TokenCounts, usual_prints
 from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import Commit
@@ -152,7 +153,7 @@ class Swarm:
             together=options.together,
         )
         self.meter = Meter()
-        network = NetworkSetting(redial_s=2.0, patience_s=15.0)
+        network = NetworkSetting(redial_s=2.0, patience_s=15.0, is_bounded=True)
         self.world = world = World(options.seed, self._config_of, network, self.meter)
         world.conditions.clock_drift = 1e-4
         self.lines: dict[PeerId, Bandwidth] = {}
@@ -163,6 +164,8 @@ class Swarm:
         world.network.lines_known_at = 0.0 if options.told_lines else SYNC_EVERY * STEP_S
         world.schedule(world.network.lines_known_at, None, world.network.make_room, None)
         names = [self._add() for _ in range(peers)]
+        if peers > options.together:
+            self._have_groups(names)
         self.hidden = set[PeerId]()
         """Peers that nobody can dial."""
         self.hidden_share = max(1.0 - DIALABLE_SHARE, math.sqrt(options.unreachable))
@@ -190,6 +193,13 @@ class Swarm:
         )
         self.world.add(name, setting, at=self.world.now, is_founder=count == 0)
         return name
+
+    def _have_groups(self, names: Sequence[PeerId]) -> None:
+        """The founder's state names all peers as usual contributors, as that of a run does that has grown."""
+        disk = self.world.fates.disks[names[0]]
+        usual = TokenCounts(usual=tuple(sorted((one, 0) for one in usual_prints(names))))
+        states = tuple((msgspec.structs.replace(state, counts=usual), value) for state, value in disk.shards)
+        self.world.fates.disks[names[0]] = msgspec.structs.replace(disk, shards=states)
 
     def _hide(self, names: Sequence[PeerId]) -> None:
         """Draw who cannot be dialled, and which pairs of these cannot connect. The founder can be dialled."""

@@ -355,7 +355,7 @@ class Directory:
         # Problems of the tasks that keep the directory alive.
         self.troubles = self._tasks.troubles
         self._records = RecordCache()
-        # By topic: returns whether to keep a record, given its publisher and body (``screen_peers``).
+        # By run: returns whether to keep a record, given its publisher and body (``screen_peers``).
         self._screens: dict[str, Callable[[PeerId, bytes], bool]] = {}
         self._writing = asyncio.Lock()
         self._next_kept = 0
@@ -481,17 +481,17 @@ class Directory:
         found = {PeerId(envelope.peer): envelope.body for envelope in await self._read(POINTS_TOPIC)}
         return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in self._initial)}
 
-    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
-        """Publish a record of this peer in ``run``; arguments and errors as for ``publish_run``."""
-        await self._publish(peers_topic(run), "", record, ttl_s)
+    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float, group: str = "") -> None:
+        """Publish a record of this peer in ``run`` or a group of it; arguments and errors as for ``publish_run``."""
+        await self._publish(peers_topic(run, group), "", record, ttl_s)
 
-    async def withdraw_peer(self, run: RunId) -> None:
-        """Withdraw the record of this peer in ``run``.
+    async def withdraw_peer(self, run: RunId, group: str = "") -> None:
+        """Withdraw the record of this peer in ``run``, or in a group of it.
 
         Raises:
             DirectoryError: the withdrawal could not be stored; the record then expires by itself.
         """
-        await self._withdraw(peers_topic(run), "")
+        await self._withdraw(peers_topic(run, group), "")
 
     async def withdraw_run(self, run: RunId) -> None:
         """Withdraw this peer's record of ``run``; as for ``withdraw_peer``."""
@@ -509,11 +509,13 @@ class Directory:
 
     def screen_peers(self, run: RunId, accepts: Callable[[PeerId, bytes], bool]) -> None:
         """Drop peer records of ``run`` from now on unless ``accepts(publisher, record)`` returns True."""
-        self._screens[peers_topic(run)] = accepts
+        self._screens[run] = accepts
 
-    async def peers(self, run: RunId) -> dict[PeerId, bytes]:
-        """Return the records of all peers that claim to take part in ``run``, including this one."""
-        return {PeerId(envelope.peer): envelope.body for envelope in await self._read(peers_topic(run))}
+    async def peers(self, run: RunId, group: str = "") -> dict[PeerId, bytes]:
+        """Return the records of the peers that claim to take part in ``run``, including this one: those of a group, or
+        those that newcomers find (``swarm/neighbours.py``)."""
+        found = await self._read(peers_topic(run, group), self._screens.get(run))
+        return {PeerId(envelope.peer): envelope.body for envelope in found}
 
     # -- reading and writing -----------------------------------------------------------------------------------------
 
@@ -552,9 +554,11 @@ class Directory:
             self._records.publish(envelope)
             await self._daemon.store(envelope, value)
 
-    async def _read(self, topic: str) -> list[Envelope]:
-        """Return the newest unexpired envelopes under ``topic``: those in the DHT now, and those read before."""
-        accepts = self._screens.get(topic)
+    async def _read(self, topic: str, accepts: Callable[[PeerId, bytes], bool] | None = None) -> list[Envelope]:
+        """Return the newest unexpired envelopes under ``topic``: those in the DHT now, and those read before.
+
+        Others' envelopes are dropped unless ``accepts(publisher, body)`` returns True.
+        """
         try:
             for envelope in await self._daemon.call(lambda: self._daemon.fetch(topic), "reading"):
                 is_own = envelope.peer == self.peer_id

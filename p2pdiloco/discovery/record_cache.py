@@ -12,7 +12,7 @@ from p2pdiloco.wire.directory_records import Envelope, subkey_of
 
 # Maximum number of records to keep and return per topic.
 RECORDS_LIMIT = 4096
-TOPICS_LIMIT = 64
+TOPICS_LIMIT = 512
 
 # Where a record stands in the DHT: topic and subkey.
 Place = tuple[str, str]

@@ -201,8 +201,10 @@ class Node:
                 began_s=began_s,
                 cache=folder / "peers.json",
                 duplicate_seen=duplicate_identity.handle_record,
+                group_bits=lambda: peer.machine.view.group_bits,
             )
-            run_announcer = RunAnnouncer(manifest, directory, lambda: len(transport.peers()))
+            others = lambda: max(len(transport.peers()), peer.machine.view.learners)  # noqa: E731
+            run_announcer = RunAnnouncer(manifest, directory, others)
 
             # Status and telemetry for the user.
             status = partial(reporter.status, peer)

@@ -70,6 +70,15 @@ class CopyError(Exception):
     """A shard cannot be copied now. The message says why."""
 
 
+def topic_of(contribution: msg.Contribution) -> str:
+    """Return the topic under which a contribution waits to be sent.
+
+    A later one covers an earlier one's tokens (T5), but not those of another group, whose merge this peer passes on.
+    """
+    what = "contribution" if contribution.group is None else f"merge of {contribution.giver}"
+    return f"{what} {contribution.shard}"
+
+
 class Driver:
     """Drives one peer's machine, its model state, and its payloads. ``emit`` receives what is left to the peer.
 
@@ -198,9 +207,7 @@ class Driver:
                         self.feed(ev.Failed("give", shard, None, "an own payload is gone"))
                     return
                 self.sent_up.count(shard, held, len(effect.peers))
-                what = "contribution" if message.group is None else "group"
-                topic = f"{what} {shard}"  # A later one covers an earlier one's tokens (rule T5).
-                told = encode(message)
+                told, topic = encode(message), topic_of(message)
                 self.store.fetch(held, lambda data: self._deliver(effect.peers, told, data, topic), lambda: None)
             case msg.Commit() if self.commit_log.is_appending(commit := msg.commit_id(message.header)):
                 self.commit_log.when_durable(commit, lambda: None if self.is_closed else self._send(effect))

@@ -15,6 +15,7 @@ import math
 from msgspec.structs import replace
 
 from p2pdiloco.protocol.chain import HeadChange
+from p2pdiloco.protocol.counted_tokens import usual_prints
 from p2pdiloco.protocol.events import Merged
 from p2pdiloco.protocol.gathering import SMOOTHING, Collection, Gatherer
 from p2pdiloco.protocol.group_merges import GroupMerges, group_name, merged_parts
@@ -85,10 +86,13 @@ class Aggregation(Gatherer):
     # -- who takes part ------------------------------------------------------------------------------------------------
 
     def participants(self, shard: ShardId) -> frozenset[PeerId]:
-        """Return the participants, or names of the groups that have some."""
+        """Return the participants, or names of the groups that have some: an owner is not connected to all of them."""
         participation, bits = self.core.participation, self.bits(shard)
         here = participation.participants(shard)
-        return frozenset(group_name(group_of(peer, bits)) for peer in here) if bits else here
+        if not bits:
+            return here
+        recent = self.core.chains[shard].recent_members()
+        return frozenset(map(group_name, (*recent, *(group_of(peer, bits) for peer in here))))
 
     def peers_of(self, shard: ShardId, participants: frozenset[PeerId]) -> frozenset[PeerId]:
         """Return the peers that these are, or that are in these groups."""
@@ -125,21 +129,22 @@ class Aggregation(Gatherer):
         return found._replace(usual_s=later_s) if self.bits(shard) else found
 
     def is_whole(self, contribution: Contribution) -> bool:
-        """Return whether nearly all prompt members of a group are in its merges that are here."""
-        participation, shard = self.core.participation, contribution.shard
+        """Return whether nearly all of a group that contributed lately are in its merges that are here."""
         if contribution.group is None:
             return True
+        shard = contribution.shard
         given = (*self.collections[shard].given.values(), contribution)
-        here = set[PeerId]().union(*(one.givers for one in given))
-        members = participation.members(shard, participation.group(shard, contribution.giver))
-        return self.support(here, members, self.groups.waits()).is_nearly_all
+        here = set(usual_prints(peer for one in given for peer in one.givers))
+        group = self.core.participation.group(shard, contribution.giver)
+        recent = self.core.chains[shard].recent_members().get(group, set())
+        return Support(len(here & recent), len(recent)).is_nearly_all
 
     def answers(self, shard: ShardId, missing: int = 0) -> Support:
         """Return how many participants have answered; ``missing`` more may be behind a cut."""
         if not self.bits(shard):
             return super().answers(shard, missing)
-        stand = self.learners(self.collections[shard])
-        return Support(stand, len(self.core.participation.participants(shard)) + missing)
+        here, usual = self.core.participation.participants(shard), self.core.chains[shard].counts.usual
+        return Support(self.learners(self.collections[shard]), max(len(here) + missing, len(usual)))
 
     def may_merge(self, shard: ShardId) -> bool:
         """Return whether this peer commits on the shard's head now, apart from whose turn it is."""
@@ -198,7 +203,7 @@ class Aggregation(Gatherer):
         """Accept, postpone or refuse a contribution."""
         shard, head = contribution.shard, self.core.head(contribution.shard)
         giver = contribution.giver
-        if giver != sender:
+        if giver != sender and not self._is_passed_on(sender, contribution):
             self.refuse(sender, contribution, "its learner is another peer's")
             return
         if is_on_head(contribution, head):
@@ -206,12 +211,12 @@ class Aggregation(Gatherer):
             if reason is not None:
                 self.refuse(sender, contribution, reason)
             elif contribution.group is not None:
-                self._accept_group(contribution)
+                self._take_group(sender, contribution)
             else:
                 (self.groups if self.bits(shard) else self).accept(giver, contribution)
         elif is_ahead(contribution, head):
             if self.wants(sender, contribution):
-                self.early[shard][sender] = contribution
+                self.early[shard][self._source(sender, contribution)] = contribution
             else:
                 self.refuse(sender, contribution, "too many contributions already wait for later heads")
         else:
@@ -224,11 +229,13 @@ class Aggregation(Gatherer):
         far as they fit into its share of ``early_bytes``."""
         head = self.core.chains[contribution.shard].head
         is_too_large = len(contribution.contributors) > most_members(self.core.config.together)
-        if contribution.giver != sender or is_too_large:
+        is_foreign = contribution.giver != sender and not self._is_passed_on(sender, contribution)
+        if is_too_large or is_foreign:
             return False
         if head is None or is_on_head(contribution, head) or not is_ahead(contribution, head):
             return True
-        others = (early.get(sender) for shard, early in enumerate(self.early) if shard != contribution.shard)
+        source = self._source(sender, contribution)
+        others = (early.get(source) for shard, early in enumerate(self.early) if shard != contribution.shard)
         waiting = contribution.payload_bytes + sum(other.payload_bytes for other in others if other is not None)
         share = self.core.config.early_bytes // max(1, len(self.core.membership.peers))
         return waiting <= max(contribution.payload_bytes, share)
@@ -249,6 +256,26 @@ class Aggregation(Gatherer):
             return "it is one too many"
         problem = chain.contributors_problem(group.contributors, group.factors)
         return problem or chain.part_problem(group.collector, group.contributors)
+
+    def _is_passed_on(self, sender: PeerId, contribution: Contribution) -> bool:
+        """Return whether a peer of this one's group passes on another group's merge."""
+        participation, shard = self.core.participation, contribution.shard
+        is_other = contribution.group is not None and not participation.is_near(shard, contribution.giver)
+        return is_other and participation.is_near(shard, sender)
+
+    def _source(self, sender: PeerId, contribution: Contribution) -> PeerId:
+        """Return from whom a contribution comes: its peer, or the group whose merge another peer passes on."""
+        is_direct = contribution.giver == sender
+        return sender if is_direct else group_name(group_of(contribution.giver, self.bits(contribution.shard)))
+
+    def _take_group(self, sender: PeerId, contribution: Contribution) -> None:
+        """Collect another group's merge, or pass it on to the peer of this group that owns before this one."""
+        participation, shard = self.core.participation, contribution.shard
+        first = participation.receivers(shard)[0]
+        if participation.is_near(shard, sender) or first == self.core.config.peer:
+            self._accept_group(contribution)
+        else:
+            self.core.send((first,), contribution)
 
     def _accept_group(self, contribution: Contribution) -> None:
         """Collect a group's merge, unless others that have contributors in common with it hold as many."""
@@ -343,11 +370,13 @@ class Aggregation(Gatherer):
                 self.small_commits.record(header.owner, is_small=not support.is_nearly_all)
             if support.is_most or not (self.small_commits.is_unfair(header.owner) or is_crowd(core, header)):
                 core.membership.owners.forgive(header.owner)
+            first = core.participation.group_order(shard, header.version)[0]
             for part in header.parts:
-                core.membership.owners.forgive(part.collector)
+                if core.participation.group(shard, part.collector) != first:  # that one owed the commit, too
+                    core.membership.owners.forgive(part.collector)
         early, self.early[shard] = self.early[shard], {}
-        for sender in sorted(early):
-            self.collect(sender, early[sender])
+        for source in sorted(early):
+            self.collect(early[source].giver, early[source])
 
     def forget(self, peer: PeerId) -> None:
         """Drop early contributions of a peer that has left. The peer sends them again if it comes back."""

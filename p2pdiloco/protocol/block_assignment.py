@@ -101,8 +101,9 @@ class BlockAssignment:
         assert ledger is not None
         taken = {block for peer in core.participation.peers(ShardId(0)) for block in core.membership.claims_of(peer)}
         taken.update(self.claims())
+        group, groups = core.participation.group(ShardId(0), core.config.peer), 1 << core.chains[0].group_bits
         while len(self.assigned) < IN_HAND:
-            block = ledger.next_free(taken, self._epoch_slots)
+            block = ledger.next_free(taken, self._epoch_slots, group, groups)
             if block is None:
                 return
             taken.add(block)
@@ -110,9 +111,10 @@ class BlockAssignment:
             core.effects.append(Train(block))
 
     def _epoch_slots(self, epoch: int) -> EpochSlots:
-        """Return this peer's slots among all peers whose learners train."""
-        core = self.core
-        peers = tuple(sorted(core.participation.participants(ShardId(0)) | {core.config.peer}))
+        """Return this peer's slots among the peers of its group whose learners train."""
+        core, shard = self.core, ShardId(0)
+        members = core.participation.members(shard, core.participation.group(shard, core.config.peer))
+        peers = tuple(sorted(members | {core.config.peer}))
         return epoch_slots(core.config.run, epoch, peers)[core.config.peer]
 
     def claims(self) -> tuple[Block, ...]:

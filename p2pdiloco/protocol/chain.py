@@ -23,7 +23,7 @@ from p2pdiloco.protocol.config import LEAST_FACTOR, LONGEST_RUN, MAX_COUNT, Limi
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
-from p2pdiloco.protocol.groups import group_bits, group_of
+from p2pdiloco.protocol.groups import group_bits, group_of, group_of_print
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, MOST_LENGTH, CommitHeader, Contributor, Head
 from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound, counted_steps
@@ -31,6 +31,8 @@ from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound, counted_steps
 NO_MARK = Mark(0, 0, 0)
 SizeOf = Callable[[Digest], int]
 """Returns the bytes of a payload, or 0 if it is not here."""
+RECENT_VERSIONS = 4
+"""An owner waits for peers of other groups, and for groups, that contributed to so many newest versions."""
 FIRST_RMS = 1.0
 """Maximum RMS move of parameters in an inner step before any was measured; real moves are far smaller."""
 MARK_LIFE_LOGS = 8
@@ -165,6 +167,15 @@ class Chain:
     def group_bits(self) -> int:
         """Base-2 logarithm of the number of groups whose merges make the next version."""
         return group_bits(len(self.counts.usual), self.limits.together)
+
+    def recent_members(self) -> dict[int, set[int]]:
+        """Return the contributors of the newest versions in each group that has some, as fingerprints."""
+        assert self.head is not None
+        found = dict[int, set[int]]()
+        for one, version in self.counts.usual:
+            if version > self.head.version - RECENT_VERSIONS:
+                found.setdefault(group_of_print(one, self.group_bits), set()).add(one)
+        return found
 
     def is_few(self, contributors: Iterable[Contributor]) -> bool:
         """Return whether a merge of these lacks so many usual contributors that it proves little."""

@@ -1,14 +1,18 @@
 """Relay of commits: a commit goes down a tree of the live peers, so that no peer has to send it to all others.
 
 All peers compute the same tree where they see the same peers. Where they do not, or where a peer keeps a commit to
-itself, the heads that peers announce to others lead to it (``Replication.on_head``).
+itself, the heads that peers announce to others lead to it (``Replication.on_head``). Each group (``groups``) has a tree
+of its own, whose root is its owner, or the peer that got it from another group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from hashlib import blake2b
+from typing import TypeVar
 
+from p2pdiloco.protocol.groups import drawn_groups
 from p2pdiloco.protocol.head_reports import HeadReports
 from p2pdiloco.protocol.ids import Digest, PeerId
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, Heads
@@ -19,27 +23,28 @@ FAN_OUT = 4
 """Number of peers to which a peer sends a commit. Up to five peers get it from its owner."""
 ANNOUNCEMENTS = 3
 """Number of peers to which a peer announces a commit."""
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=64)
-def tree_order(commit: Digest, owner: PeerId, peers: Candidates) -> tuple[PeerId, ...]:
-    """Return the peers in the order of a commit's tree: its owner, those that weigh at least the upper quartile, the
+def tree_order(commit: Digest, root: PeerId | None, peers: Candidates) -> tuple[PeerId, ...]:
+    """Return the peers in the order of a commit's tree: its root, those that weigh at least the upper quartile, the
     others.
 
     ``peers``: with their weights, sorted by peer. Each commit has an order of its own, so that nobody is always near
-    the owner. A peer behind a slow line asks for less weight (O1c), and passes on nothing while a quarter of the peers
+    the root. A peer behind a slow line asks for less weight (O1c), and passes on nothing while a quarter of the peers
     have better ones. The largest weight only brings a peer among those that pass on commits.
     """
     strong = sorted(weight for _, weight in peers)[3 * len(peers) // 4]
     keys = (
-        (peer != owner, weight < strong, blake2b(f"{commit}/{peer}".encode(), digest_size=8).digest(), peer)
+        (peer != root, weight < strong, blake2b(f"{commit}/{peer}".encode(), digest_size=8).digest(), peer)
         for peer, weight in peers
     )
     return tuple(peer for *_, peer in sorted(keys))
 
 
-def children(order: tuple[PeerId, ...], place: int) -> tuple[PeerId, ...]:
-    """Return the peers to which the one at ``place`` of the tree sends the commit."""
+def children(order: tuple[T, ...], place: int) -> tuple[T, ...]:
+    """Return the peers, or groups, to which the one at ``place`` of the tree sends the commit."""
     return order[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1]
 
 
@@ -48,7 +53,7 @@ def announcement_ring(commit: Digest, order: tuple[PeerId, ...], place: int) -> 
     that follow it there.
 
     They should have the commit by then, so they need not wait long, and few of them have the same parents. The last two
-    levels are one ring, since the last may have few. ``place`` is not the owner's.
+    levels are one ring, since the last may have few. ``place`` is not the root's.
     """
     first, width = 1, FAN_OUT
     while place >= first + width and first + width * (1 + FAN_OUT) < len(order):
@@ -58,27 +63,48 @@ def announcement_ring(commit: Digest, order: tuple[PeerId, ...], place: int) -> 
     return tuple(sorted(order[first : first + width], key=lambda peer: blake2b(f"{peer}/{commit}".encode()).digest()))
 
 
-def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: CommitHeader) -> None:
+def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: CommitHeader, entry: PeerId | None) -> None:
     """Send a commit that this peer has made or applied to its children in the tree, and announce it to others.
 
-    Newcomers could not apply it, and on a slow link a stream of commits would delay the states that they wait for: its
-    owner tells them of the head.
+    ``entry``: the peer at which a commit of another group came into this one; None: it was asked for.
+    Newcomers could not apply it, and on a slow link a stream of commits would delay the states that they wait for: they
+    are told of the head.
     """
     if not core.is_current:
         return
-    me, owner, shard, participation = core.config.peer, header.owner, header.shard, core.participation
-    head = Head(shard, header.version, commit, header.tokens)
-    weights = {me: core.weight, owner: 0.0} | dict(participation.weights(shard))
-    order = tree_order(head.id, owner, tuple(sorted(weights.items())))
-    place = order.index(me)
-    receivers, listeners = set(children(order, place)), set[PeerId]()
-    if me == owner:
+    me, shard, participation = core.config.peer, header.shard, core.participation
+    root = header.owner if participation.is_near(shard, header.owner) else entry
+    head, near = Head(shard, header.version, commit, header.tokens), {me, *participation.near(shard)}
+    weights = {me: core.weight} | {peer: weight for peer, weight in participation.weights(shard) if peer in near}
+    if root is not None:
+        weights.setdefault(root, 0.0)
+    order = tree_order(head.id, root, tuple(sorted(weights.items())))
+    place, bridges = order.index(me), participation.bridges(shard, commit)
+    receivers, entries, listeners = set[PeerId](), set[PeerId](), set[PeerId]()
+    if root is not None:
+        receivers.update(children(order, place))
+    if me == root:
         listeners |= participation.newcomers(shard)
+        entries |= _entries(core, commit, header, bridges)
     elif len(order) > FAN_OUT + 1:
-        ring = announcement_ring(head.id, order, place)
+        ring = announcement_ring(head.id, order, place) if root is not None else order
         after = ring.index(me) + 1
         listeners = {*(ring + ring)[after : after + ANNOUNCEMENTS]} - receivers
-    told = {peer: reports.of(peer, shard) for peer in (receivers | listeners) & weights.keys()}
+    if place - 1 in bridges:  # each group hears of the head from all others
+        listeners.add(bridges[place - 1])
+    told = {peer: reports.of(peer, shard) for peer in receivers | entries | listeners}
     has_it = {peer for peer, report in told.items() if report is not None and report.head == head.id}
-    core.send(tuple(sorted(receivers - has_it)), Commit(header))
-    core.send(tuple(sorted(listeners - has_it)), Heads((head,), core.step))
+    core.send(tuple(sorted(receivers - has_it)), Commit(header, None if root == header.owner else root))
+    core.send(tuple(sorted(entries - has_it)), Commit(header))
+    core.send(tuple(sorted(listeners - entries - has_it)), Heads((head,), core.step))
+
+
+def _entries(core: Core, commit: Digest, header: CommitHeader, bridges: Mapping[int, PeerId]) -> set[PeerId]:
+    """Return the peers at which a commit comes into further groups. These are a tree, too, below that of the owner.
+
+    ``bridges``: a peer of each other group.
+    """
+    bits, participation = core.chains[header.shard].group_bits, core.participation
+    first, own = (participation.group(header.shard, peer) for peer in (header.owner, core.config.peer))
+    order = (first, *(group for group in drawn_groups(commit, bits) if group != first))
+    return {bridges[group] for group in children(order, order.index(own)) if group in bridges}

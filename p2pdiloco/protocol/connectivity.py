@@ -15,7 +15,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from struct import unpack
 
 from p2pdiloco.protocol.events import Mark
@@ -129,13 +129,15 @@ class Connectivity:
 
     # -- reachability --------------------------------------------------------------------------------------------------
 
-    def judge(self, now: float, live: Sequence[PeerId], willing: Candidates, settling_s: float) -> None:
-        """Determine which of the candidates ``willing`` are fit to own."""
-        found_from = (self._changes, live, willing, self.givers, self.admitted)
+    def judge(
+        self, now: float, live: Sequence[PeerId], willing: Candidates, settling_s: float, far: Sequence[PeerId] = ()
+    ) -> None:
+        """Determine which of the candidates ``willing`` are fit to own. ``far``: live peers that are not judged."""
+        found_from = (self._changes, live, willing, self.givers, self.admitted, far)
         if found_from != self._judged:
             self._judged = found_from
             able = {peer: fingerprint(peer) for peer, _ in willing}
-            self._find_best(live, able.values())
+            self._find_best(live, able.values(), set(map(fingerprint, far)))
             self._fit = tuple(peer for peer, one in able.items() if one in self.best)
         self._fit_until.update(dict.fromkeys(self._fit, now + settling_s))
         self.tiers = {}
@@ -145,11 +147,11 @@ class Connectivity:
                     prints = self.lists.get(peer)
                     self.tiers[peer] = 1 if prints is None or prints & self.best else 2
 
-    def _find_best(self, live: Sequence[PeerId], able: Collection[int]) -> None:
+    def _find_best(self, live: Sequence[PeerId], able: Collection[int], far: Set[int]) -> None:
         me = fingerprint(self.me)
         here = {fingerprint(peer): self.lists.get(peer) for peer in (self.me, *live)}
         self._count({x: prints for x, prints in here.items() if prints is not None})
-        indirect = frozenset(self._listed.keys() - here.keys())
+        indirect = frozenset(self._listed.keys() - here.keys() - far)
         for believed in (self.givers, self.admitted):
             indirect = indirect if believed is None else indirect & believed
         self.indirect = indirect

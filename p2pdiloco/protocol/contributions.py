@@ -330,9 +330,12 @@ class Contributions:
         steps = sorted(chain.step for chain in core.chains)
         core.step = max(core.step, min(steps[len(steps) // 2], core.end.steps))
 
-    def on_round(self, message: Round) -> None:
-        """Open a round that another peer announces."""
-        self.open(message.fragment, self.adopt_step(message.step), is_mine=False)
+    def on_round(self, peer: PeerId, message: Round) -> None:
+        """Open a round that another peer announces. This peer's group is told of what comes from another one."""
+        participation, shard = self.core.participation, self.core.config.fragments[message.fragment][0]
+        is_news = self.open(message.fragment, self.adopt_step(message.step), is_mine=False)
+        if is_news and not participation.is_near(shard, peer):
+            self.core.send(participation.near(shard), self.announcement(message.fragment))
 
     def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> bool:
         """Open a round for those shards of the fragment whose last round is over. Return whether the round is news.
@@ -346,7 +349,8 @@ class Contributions:
             return False
         sync_round.step, sync_round.began_at = max(sync_round.step, step), core.now
         if is_mine:
-            core.send(core.membership.live, self.announcement(fragment))
+            bridges = core.participation.bridges(shards[0], f"{core.config.peer}/{step}").values()
+            core.send((*core.participation.near(shards[0]), *bridges), self.announcement(fragment))
         for shard in shards:
             if shard in sync_round.open:
                 core.note("debug", "round", f"shard {shard} step {step} put off: its last round is still open")
@@ -520,12 +524,9 @@ class Contributions:
         if pending is not None:
             pending.rank += 1
             if not pending.has_answered and self.core.departure != "leaving":  # half the time is no miss
-                late = [pending.target]
-                if self.aggregation.bits(shard):  # or the owner, to which the collector sent its merge
-                    owners = self.core.participation.ranked_owners(shard)
-                    late.append(owners[(pending.rank - 1) % len(owners)])
-                for peer in dict.fromkeys(late):
-                    self.core.membership.on_takeover_missed(peer, self.core.now, self.aggregation.waits().takeover_s)
+                self.core.membership.on_takeover_missed(
+                    pending.target, self.core.now, self.aggregation.waits().takeover_s
+                )
             self.core.note(
                 "info",
                 "takeover",

@@ -53,7 +53,7 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
 
     def is_few(self, givers: Iterable[PeerId]) -> bool:
         """Return whether a merge of what these peers give lacks so many usual contributors that it proves little."""
-        here = dict(self.usual).keys() & set(_prints(givers))
+        here = dict(self.usual).keys() & set(usual_prints(givers))
         return not Support(len(here), len(self.usual)).is_nearly_all
 
     def count(
@@ -67,7 +67,7 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
             factors: how much of each contribution counts, in per cent; empty: all of all.
         """
         tokens, usual = list(given.values()), int(power(self.octaves)) if self.versions else first
-        prints, last = _prints(given), dict(self.usual)
+        prints, last = usual_prints(given), dict(self.usual)
         # A record from elsewhere may name versions that are still to come.
         waited = [min(max(1, version - last.get(one, version - 1)), USUAL_VERSIONS) for one in prints]
         per_cent = factors or [100] * len(tokens)
@@ -89,7 +89,8 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         return running_mean(self.versions, self.octaves, octaves(min(max(usual, low), high, MOST_TIMES * usual)))
 
 
-def _prints(peers: Iterable[PeerId]) -> list[int]:
+def usual_prints(peers: Iterable[PeerId]) -> list[int]:
+    """Return the fingerprints by which ``TokenCounts`` knows these peers."""
     return [fingerprint(peer, _PRINT_BYTES) for peer in peers]
 
 

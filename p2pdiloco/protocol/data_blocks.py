@@ -8,10 +8,10 @@ Rules of this file:
    same head agree, and blocks that a dead learner had not contributed are free again.
 2. Peers take free blocks and announce them in heartbeats. A faster peer takes more. Two peers that take the same block
    within a heartbeat both train it. That costs a repeated block, nothing else, and is counted.
-3. The blocks of an epoch are divided into slots by number. Rendezvous hashing gives each slot an owner, which takes its
-   blocks in ascending order, and a helper. The helper takes blocks in descending order once it has no others, so it
-   meets the owner only at the very end. Each peer begins at its own place, so that peers that do not know each other
-   yet rarely take the same block.
+3. The blocks of an epoch are divided among the groups (``groups``), and those of a group into slots, by number.
+   Rendezvous hashing gives each slot an owner, which takes its blocks in ascending order, and a helper. That one takes
+   blocks in descending order once it has no others, so it meets the owner only at the very end. Each peer begins at its
+   own place, so that peers that do not know each other yet rarely take the same block.
 4. Two epochs are open at a time: the next one begins while the last blocks of the current one are still in training.
 """
 
@@ -119,26 +119,33 @@ class BlockLedger:
         epoch, index = divmod(block, self.blocks)
         return epoch < self.epoch or (epoch < self.epoch + OPEN_EPOCHS and bool(self.rows[epoch - self.epoch][index]))
 
-    def next_free(self, taken: Iterable[Block], epoch_slots: Callable[[int], EpochSlots]) -> Block | None:
+    def next_free(
+        self, taken: Iterable[Block], epoch_slots: Callable[[int], EpochSlots], group: int = 0, groups: int = 1
+    ) -> Block | None:
         """Return the next block for a peer, or None if all open blocks are taken.
 
-        ``taken`` holds the blocks in work at any peer; ``epoch_slots(epoch)`` returns this peer's slots.
+        Args:
+            taken: the blocks in work at any peer.
+            epoch_slots: returns this peer's slots in an epoch, among the peers of its group.
+            group: the peer's group of ``groups``. Each has an equal part of an epoch, since peers of two groups do not
+                know what the others take.
         """
         occupied = [bytearray(row) for row in self.rows]
         for block in taken:
             epoch, index = divmod(block, self.blocks)
             if 0 <= epoch - self.epoch < OPEN_EPOCHS:
                 occupied[epoch - self.epoch][index] = 1
-        for number, row in enumerate(occupied):
+        for number, whole in enumerate(occupied):
+            row = whole[group::groups]
             if row.find(0) >= 0:
                 own, helped, place = epoch_slots(self.epoch + number)
-                first, begin = (self.epoch + number) * self.blocks, int(place * self.blocks)
+                first, begin = (self.epoch + number) * self.blocks + group, int(place * len(row))
                 found = [at for slot in own if (at := _first(row, slot, begin)) >= 0]
                 if found:
-                    return Block(first + (min(found) + begin) % self.blocks)
+                    return Block(first + (min(found) + begin) % len(row) * groups)
                 found = [at for slot in helped if (at := _last(row, slot, begin)) >= 0]
                 if found:
-                    return Block(first + (max(found) + begin) % self.blocks)
+                    return Block(first + (max(found) + begin) % len(row) * groups)
         for number, row in enumerate(occupied):
             if (at := row.rfind(0)) >= 0:
                 return Block((self.epoch + number) * self.blocks + at)

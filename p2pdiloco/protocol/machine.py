@@ -71,8 +71,8 @@ def check_work(core: Core, aggregation: Aggregation, contributions: Contribution
         assert len(waiting) <= core.config.log_length
     for chain in core.chains:
         assert chain.shard in replication.asked or ("asked", chain.shard) not in core.alarms
-    for early in aggregation.early:
-        assert len(early) <= len(core.membership.peers) + 1
+    for chain, early in zip(core.chains, aggregation.early, strict=True):
+        assert len(early) <= len(core.membership.peers) + (1 << chain.group_bits)
 
 
 # -- The state machine -------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Machine:
             return
         core, commit = self.core, msg.commit_id(header)
         self.replication.apply(header, commit)
-        relay_commit(core, self.replication.reports, commit, header)
+        relay_commit(core, self.replication.reports, commit, header, None)
         if is_alone := not core.participation.peers(event.shard):
             self.shutdown.solitary[event.shard] = commit
         if is_alone and not self.is_alone:
@@ -364,7 +364,7 @@ class Machine:
                 self.heartbeats.on_heartbeat(peer, message)
             case msg.Commit():
                 if message.header.shard < len(core.chains):
-                    self.replication.on_commit(peer, message.header)
+                    self.replication.on_commit(peer, message.header, message.entry)
             case msg.Round() | msg.Contribution() | msg.Refused():
                 self._on_round_message(peer, message)
             case msg.HeadsRequest():
@@ -406,7 +406,7 @@ class Machine:
                 if message.fragment < len(fragments) and self._are_heads(message.heads, fragments[message.fragment]):
                     for theirs in message.heads:
                         self.replication.on_head(peer, theirs)
-                    self.contributions.on_round(message)
+                    self.contributions.on_round(peer, message)
             case msg.Contribution():
                 if message.shard < len(core.chains) and message.base.shard == message.shard:
                     self.aggregation.collect(peer, message)

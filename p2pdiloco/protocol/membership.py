@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from p2pdiloco.protocol.connectivity import SETTLING_BEATS, Connectivity
 from p2pdiloco.protocol.data_blocks import Block
+from p2pdiloco.protocol.groups import group_of
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.ownership import Owners
@@ -80,6 +81,13 @@ class PartitionDetector:
             self._compare()
             if not self._lost:
                 self.silently_lost_at = None
+
+    def start_over(self) -> None:
+        """Forget the lost peers: others are counted from now on."""
+        self._here = frozenset()
+        self._lost.clear()
+        self.missing.clear()
+        self.silently_lost_at = None
 
     def _found(self, those: frozenset[int]) -> None:
         for one in those & self._lost.keys():
@@ -211,10 +219,12 @@ class Membership:
         "_step_times_s",
         "connectivity",
         "fastest_step_s",
+        "group_bits",
         "interval_s",
         "live",
         "me",
         "met",
+        "near",
         "owners",
         "participating",
         "partition_detector",
@@ -229,6 +239,8 @@ class Membership:
     def __init__(self, me: PeerId, interval_s: float) -> None:
         self.me = me
         self.connectivity = Connectivity(me)
+        self.group_bits = 0
+        """Base-2 logarithm of the number of groups: heartbeats list only peers of the own one."""
         self.interval_s = interval_s
         """Seconds between two heartbeats in a small swarm."""
         self.peers: dict[PeerId, PeerView] = {}
@@ -243,6 +255,8 @@ class Membership:
         """End and duration of the last period in which this peer stood still."""
         self.live: tuple[PeerId, ...] = ()
         """Live peers, sorted, without this one."""
+        self.near: tuple[PeerId, ...] = ()
+        """Those of them that are of this peer's group (``groups``)."""
         self.participating: frozenset[PeerId] = frozenset()
         """Live peers that participate, without this one."""
         self._step_times_s: list[float] = []
@@ -398,18 +412,33 @@ class Membership:
         self.fastest_step_s = min(step_times_s, default=0.0)
         before = self.live
         live.sort()
+        near = tuple(filter(self.is_near, live))
+        if near != self.near:
+            self.near = near
+            self.connectivity.update_own_list(near, self.sequence)
         if live != list(before):
             self.live = tuple(live)
             self._roles = None
-            self.connectivity.update_own_list(live, self.sequence)
         self.participating = frozenset(participating)
         self.owners.set_candidates(candidates, leaving)
-        self.connectivity.judge(now, self.live, self.owners.willing, SETTLING_BEATS * beat_s)
+        willing = tuple(one for one in self.owners.willing if self.is_near(one[0]))
+        far = [peer for peer in live if not self.is_near(peer)]
+        self.connectivity.judge(now, near, willing, SETTLING_BEATS * beat_s, far)
         self.owners.rank(now, self.connectivity.tiers)
         if self.live == before:
             return (), ()
         old, new = set(before), set(self.live)
         return tuple(sorted(new - old)), tuple(sorted(old - new))
+
+    def divide(self, group_bits: int) -> None:
+        """Take over the number of groups. Whoever is then of another one is not lost."""
+        if group_bits > self.group_bits:
+            self.partition_detector.start_over()
+        self.group_bits = group_bits
+
+    def is_near(self, peer: PeerId) -> bool:
+        """Return whether ``peer`` is of this peer's group."""
+        return group_of(peer, self.group_bits) == group_of(self.me, self.group_bits)
 
     def detect_partition(self, now: float, *, is_silent: bool) -> None:
         """Update the partition detector from the last ``refresh``. ``is_silent``: a peer was lost without a goodbye."""

@@ -294,6 +294,9 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
     """A shard's new version, with its payload."""
 
     header: CommitHeader
+    entry: Peer | None = None
+    """The peer at which another group's commit came into the receiver's group; None: the receiver, or it was asked for.
+    """
 
 
 class HeadsRequest(msgspec.Struct, frozen=True, array_like=True, tag="heads?"):

@@ -1,17 +1,18 @@
 """Participation: the peers that each rule counts, asks or waits for.
 
-The questions are about one shard. Every peer holds all shards; in a large run the contributions are gathered in groups
-(``groups``), while votes, ownership and membership are those of the whole run.
+The questions are about one shard. Every peer holds all shards. In a large run a peer knows its group (``groups``) and a
+few peers of each other: who votes is a sample of the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from typing import Protocol
 
 from p2pdiloco.protocol.chain import Chain
-from p2pdiloco.protocol.groups import group_of
+from p2pdiloco.protocol.groups import drawn_groups, group_of
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.ownership import Candidates, ranked_owners
@@ -84,8 +85,38 @@ class Participation:
         return self._membership.owners.candidates
 
     def ranked_owners(self, shard: ShardId) -> tuple[PeerId, ...]:
-        """Return the candidates in the order in which they may merge the shard's next version."""
-        return self._ranked(shard, self.candidates(shard))
+        """Return the candidates in the order in which they may merge the shard's next version.
+
+        With groups, the first peers of all groups come first: only its own group knows which peer of it that is, and
+        passes on what another one gets.
+        """
+        candidates, bits = self.candidates(shard), self._chains[shard].group_bits
+        ranked = self._ranked(shard, candidates)
+        if not bits:
+            return ranked
+        here = _divided(candidates, bits)
+        firsts = [
+            self._ranked(shard, here[group])[0] for group in self.group_order(shard, self._next(shard)) if group in here
+        ]
+        return (*firsts, *(peer for peer in ranked if peer not in firsts))
+
+    def group_order(self, shard: ShardId, version: int) -> tuple[int, ...]:
+        """Return the groups in the order in which their first peers may merge this version of the shard."""
+        return drawn_groups(f"{self._run}/{shard}/{version}", self._chains[shard].group_bits)
+
+    def is_near(self, shard: ShardId, peer: PeerId) -> bool:
+        """Return whether a peer is of this peer's group."""
+        return self.group(shard, peer) == self.group(shard, self._membership.me)
+
+    def near(self, shard: ShardId) -> tuple[PeerId, ...]:
+        """Return the live peers of this peer's group, sorted."""
+        return tuple(peer for peer in self.peers(shard) if self.is_near(shard, peer))
+
+    def bridges(self, shard: ShardId, text: str) -> dict[int, PeerId]:
+        """Return a donor of each other group, drawn by ``text``."""
+        far = (peer for peer in self.donors(shard) if not self.is_near(shard, peer))
+        found = sorted(far, key=lambda peer: blake2b(f"{text}/{peer}".encode(), digest_size=8).digest(), reverse=True)
+        return {self.group(shard, peer): peer for peer in found}
 
     def receivers(self, shard: ShardId) -> tuple[PeerId, ...]:
         """Return the peers that may merge this peer's contribution to the shard's next version, in this order."""
@@ -114,13 +145,19 @@ class Participation:
 
         Missed takeover times are this peer's own experience, which the other may not share.
         """
+        if not self.is_near(shard, peer):
+            return self.group_order(shard, self._next(shard)).index(self.group(shard, peer))
         rankings = (self.ranked_owners(shard), self._ranked(shard, self._membership.owners.willing))
         return min((ranked.index(peer) for ranked in rankings if peer in ranked), default=1)
 
     def _ranked(self, shard: ShardId, candidates: Candidates) -> tuple[PeerId, ...]:
+        return ranked_owners(self._run, shard, self._next(shard), candidates)
+
+    def _next(self, shard: ShardId) -> int:
+        """Return the number of the shard's next version."""
         head = self._chains[shard].head
         assert head is not None
-        return ranked_owners(self._run, shard, head.version + 1, candidates)
+        return head.version + 1
 
     def is_departing(self, peer: PeerId) -> bool:
         """Return whether a live peer, or this one, is leaving or has finished."""

@@ -139,6 +139,8 @@ class Orphans:
 
 MAX_FETCHES = 4
 """Maximum number of states that a newcomer fetches at once, over all shards."""
+MOST_ENTRIES = 256
+"""Commits of which it is remembered where they came into this group."""
 
 
 class Replication:
@@ -177,6 +179,8 @@ class Replication:
         """Heavier heads that were reported, with the reporting peer. Usually their commits are on the way already."""
         self.announced: dict[ShardId, tuple[Digest, float]] = {}
         """The newest head of each shard that was reported before its commit came, and when."""
+        self._entries: dict[Digest, PeerId] = {}
+        """The peers at which commits of other groups came into this one, if they were not asked for."""
         self.turned_down: set[ShardId] = set()
         """Shards of which a state was refused, or did not come, since the head moved: no commit is on its way."""
         self.offers: dict[PeerId, dict[ShardId, Head]] = {}
@@ -184,13 +188,22 @@ class Replication:
 
     # -- commits -------------------------------------------------------------------------------------------------------
 
-    def on_commit(self, sender: PeerId, header: CommitHeader) -> None:
-        """Apply another peer's commit, keep it until its parent is here, or settle a fork."""
+    def on_commit(self, sender: PeerId, header: CommitHeader, entry: PeerId | None = None) -> None:
+        """Apply another peer's commit, keep it until its parent is here, or settle a fork.
+
+        ``entry``: the peer at which it came into this group, as the sender says.
+        """
         shard, core = header.shard, self.core
         if sender == header.owner and core.membership.owners.is_excluded(sender):
             return  # other peers' copies of its commits are accepted: see ``BarredOwners``
         chain = core.chains[shard]
         new_id = commit_id(header)
+        if not core.participation.is_near(shard, sender) and self.asked.get(shard) != sender:
+            entry = core.config.peer
+        if entry is not None:
+            self._entries[new_id] = entry
+            if len(self._entries) > MOST_ENTRIES:
+                del self._entries[next(iter(self._entries))]
         if chain.head is None:
             self.orphans.add(header, None)
             if sender == header.owner and core.participation.is_donor(sender, shard):
@@ -299,7 +312,7 @@ class Replication:
         is_followed = self.orphans.is_followed(head)
         self.aggregation.collections[shard].is_catching_up = is_followed
         if isinstance(target, CommitHeader) and target.owner != core.config.peer and not is_followed:
-            relay_commit(core, self.reports, head_id, target)
+            relay_commit(core, self.reports, head_id, target, self._entries.pop(head_id, None))
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:

@@ -29,7 +29,7 @@ O5e       is a commit that names unknown peers not suspect?      its contributor
 E1d       is a head that was read from disk the newest?          donors                     most
 M4d       does an owner wait no longer than the grace window?    prompt peers               nearly all
 M4e       does a round open?                                     participants               most
-M7e       has a group answered?                                  prompt peers of it         nearly all
+M7e       has a group answered?                                  recent givers of it        nearly all
 V1g       does a merge prove as much as any other?               usual contributors         nearly all
 C6e       may an owner merge with ``needs_majority``?            participants, missing      most
 ========  =====================================================  =========================  ===========================

@@ -26,7 +26,8 @@ def is_crowd(core: Core, header: CommitHeader) -> bool:
 
     Where some peers hear each other only through others, nobody can tell.
     """
-    membership, givers = core.membership, {peer_of(c.learner) for c in header.contributors}
+    membership, giving = core.membership, {peer_of(c.learner) for c in header.contributors}
+    givers = {peer for peer in giving if core.participation.is_near(header.shard, peer)}
     heard = {peer for peer in givers if peer in membership.met or peer == core.config.peer}
     is_told = not membership.connectivity.indirect and heard < givers
     return is_told and not Support(len(heard - {header.owner}), len(givers)).is_most

@@ -67,9 +67,15 @@ class MachineView:
 
     @property
     def heard_by_others(self) -> frozenset[int]:
-        """Fingerprints of all peers that connected peers say they hear."""
-        lists = self._core.membership.connectivity.lists
+        """Fingerprints of all peers that connected peers of this group say they hear."""
+        membership = self._core.membership
+        lists = {peer: prints for peer, prints in membership.connectivity.lists.items() if membership.is_near(peer)}
         return frozenset().union(*(prints for peer, prints in lists.items() if peer != self.me))
+
+    @property
+    def group_bits(self) -> int:
+        """Base-2 logarithm of the number of groups."""
+        return self._core.chains[0].group_bits
 
     @property
     def admitted(self) -> frozenset[int] | None:
@@ -139,6 +145,12 @@ class MachineView:
     def participants(self) -> tuple[PeerId, ...]:
         """Participating peers, sorted, with this one if it participates."""
         return tuple(sorted(self._core.participation.participants()))
+
+    @property
+    def learners(self) -> int:
+        """Number of participating peers in the whole run: with groups, at least those that contributed lately."""
+        here, chain = len(self.participants), self._core.chains[0]
+        return max(here, len(chain.counts.usual)) if chain.group_bits else here
 
     @property
     def weight_averaged(self) -> int:

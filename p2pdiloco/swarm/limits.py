@@ -47,7 +47,7 @@ LIMITS = (
         "connected peers",
         TransportLimits().connections,
         "newcomers are turned away",
-        "every peer is connected to all others",
+        f"every peer is connected to all others in a run of up to {MOST_TOGETHER} learners",
         f"let followers leave, {_FEWER}",
     ),
     Limit(
@@ -99,7 +99,7 @@ def approached(statuses: Collection[PeerStatus], largest_shard: int = 0, members
         return []
     learners = median_high(status.participating for status in statuses)
     counts: dict[Counted, int] = {
-        "connected peers": median_high(status.live for status in statuses) - 1,
+        "connected peers": median_high(status.connected for status in statuses),
         "known peers": median_high(status.known for status in statuses) - 1,
         "learners": learners,
         "MiB of contributions to one merge": int(min(learners, MOST_TOGETHER) * PAYLOAD_BYTES * largest_shard) >> 20,

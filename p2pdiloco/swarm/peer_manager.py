@@ -1,4 +1,5 @@
-"""Keeps this peer connected to every other peer of its run: announces itself, looks up the others, and dials them.
+"""Keeps this peer connected to its run: announces itself, looks up the others, and dials them. In a large run it
+connects only to some (``neighbours.py``).
 
 Rules of this file:
 1. The directory provides only addresses; the protocol decides from connections which peers are live. In a private run,
@@ -29,11 +30,13 @@ import msgspec
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.endpoint import LEAVING
+from p2pdiloco.protocol.groups import group_of
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.lookup_policy import LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
+from p2pdiloco.swarm.neighbours import own_topics, surplus, topic_of, wanted
 from p2pdiloco.transport.transport import DialError, PeerRefused, Transport, WrongPeerError
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import read_regular, write_atomically
@@ -65,6 +68,9 @@ SHORT_PAUSE_S = 8.0
 LEFT_S = 120.0
 # Number of places to free in a full table before each lookup.
 ROOM = 64
+# Groups of which nobody is connected: how many are looked up in a round, and how often each.
+GROUPS_AT_ONCE, GROUP_S = 4, 30.0
+SURPLUS = "this peer has enough connections to its group"
 
 
 class PeerManager:
@@ -84,6 +90,7 @@ class PeerManager:
         began_s: float,
         cache: Path,
         duplicate_seen: Callable[[PeerRecord], None],
+        group_bits: Callable[[], int],
     ) -> None:
         """
         Args:
@@ -91,6 +98,7 @@ class PeerManager:
             began_s: start of this process, by the directory's clock.
             cache: file in which addresses are saved.
             duplicate_seen: called with a record of this peer that another process has published.
+            group_bits: returns the base-2 logarithm of the number of groups of the run, as far as this peer knows.
         """
         self._run = run
         self._directory = directory
@@ -103,8 +111,13 @@ class PeerManager:
         self._began_s = began_s
         self._cache = cache
         self._duplicate_seen = duplicate_seen
+        self._group_bits = group_bits
+        self._bits = 0
+        # When each group was looked up.
+        self._sought_at: dict[int, float] = {}
         self._announced_at = float("-inf")
         self._announced = PeerRecord(())
+        self._topics: list[str] = []
         # For each connected peer, its incarnation and the record of ours that was sent to it.
         self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
         self._saved: dict[str, list[str]] = {}
@@ -119,13 +132,19 @@ class PeerManager:
             self._learn(PeerId(peer), PeerRecord(tuple(addresses)), loop.time())
         async with Tasks() as tasks:
             while True:
+                if (bits := self._group_bits()) != self._bits:
+                    self._bits, self._sought_at = bits, {}
                 if self._lookup.is_lookup_due(self._transport.peers(), self._known, loop.time()):
                     await self._ignore_directory_errors(self._look_up(loop.time()))
+                for group in self._groups_to_seek(loop.time()):
+                    await self._ignore_directory_errors(self._read(topic_of(group, bits), loop.time()))
                 await self._ignore_directory_errors(self._announce(loop.time()))
                 for peer in self._peers_to_tell():
                     tasks.spawn(self._tell(peer), name=f"tell {peer}")
                 for peer in self._peers_to_dial(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
+                for peer in surplus(self._transport.peer_id, bits, self._connected()):
+                    self._transport.disconnect(peer, SURPLUS)
                 for peer in self._relayed_peers_due(loop.time()):
                     tasks.spawn(self._connect_directly(peer), name=f"direct way to {peer}")
                 await asyncio.sleep(ROUND_S)
@@ -141,8 +160,9 @@ class PeerManager:
         return Answer(b"")
 
     async def withdraw(self) -> None:
-        """Withdraw this peer's record from the directory."""
-        await self._ignore_directory_errors(self._directory.withdraw_peer(self._run))
+        """Withdraw this peer's records from the directory."""
+        for topic in self._topics:
+            await self._ignore_directory_errors(self._directory.withdraw_peer(self._run, topic))
 
     def handle_disconnected(self, peer: PeerId, reason: str) -> None:
         """Schedule the next dial of ``peer`` after its connection ended: soon, unless it has left gracefully."""
@@ -156,10 +176,10 @@ class PeerManager:
             else:
                 known.dials.reset()
             known.left_s = self._directory.now_s() if reason == LEAVING else None
-            if known.left_s is not None:
+            if known.left_s is not None or reason == SURPLUS:
                 known.next_dial_at = now + LEFT_S
 
-    async def _ignore_directory_errors(self, call: Awaitable[None]) -> None:
+    async def _ignore_directory_errors(self, call: Awaitable[object]) -> None:
         try:
             await call
         except DirectoryError as error:
@@ -167,7 +187,9 @@ class PeerManager:
 
     async def _announce(self, now: float) -> None:
         # ``record`` leaves these two fields empty, so they are not compared.
+        topics = own_topics(self._transport.peer_id, self._bits)
         is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
+        is_news = is_news or topics != self._topics
         usual_s = min(max(self._lookup.pause.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.stretch
         if now - self._announced_at >= (NEWS_S if is_news else usual_s):
             record = msgspec.structs.replace(
@@ -176,12 +198,38 @@ class PeerManager:
                 began_s=self._began_s,
                 chain=self._membership.chain,
             )
-            await self._directory.publish_peer(self._run, msgspec.msgpack.encode(record), RECORD_LIFE_S)
+            for topic in topics:
+                await self._directory.publish_peer(self._run, msgspec.msgpack.encode(record), RECORD_LIFE_S, topic)
+            for topic in set(self._topics).difference(topics):
+                await self._ignore_directory_errors(self._directory.withdraw_peer(self._run, topic))
             self._announced, self._announced_at = msgspec.structs.replace(record, chain=b""), now
+            self._topics = topics
+
+    def _groups_to_seek(self, now: float) -> list[int]:
+        """Return groups to look up now: those of which nobody is connected, and at first this peer's own."""
+        met = {group_of(peer, self._bits) for peer in self._connected()}
+        unmet = [group for group in range(1 << self._bits) if group not in met] if self._bits else []
+        due = [group for group in unmet if now - self._sought_at.get(group, -GROUP_S) >= GROUP_S]
+        found = random.sample(due, min(GROUPS_AT_ONCE, len(due)))
+        if self._bits and (own := group_of(self._transport.peer_id, self._bits)) not in self._sought_at:
+            found.insert(0, own)
+        self._sought_at.update(dict.fromkeys(found, now))
+        return found
+
+    def _connected(self) -> list[PeerId]:
+        """Return the connected peers of the run."""
+        return [peer for peer in self._transport.peers() if peer in self._known]
 
     async def _look_up(self, now: float) -> None:
-        is_news, found = False, list((await self._directory.peers(self._run)).items())
+        """Look up the peers of this peer's group; in a small run, and at first, those of the run."""
         is_full = self._known.free_places < ROOM
+        is_news = await self._read(topic_of(group_of(self._transport.peer_id, self._bits), self._bits), now)
+        self._lookup.record_lookup(now, is_news=is_news and not is_full)
+        await self._save()
+
+    async def _read(self, topic: str, now: float) -> bool:
+        """Learn of the peers that announce themselves in a topic. Return whether there are new peers or addresses."""
+        is_news, found = False, list((await self._directory.peers(self._run, topic)).items())
         self._known.make_room(ROOM, self._transport.peers())
         for peer, record in random.sample(found, len(found)):  # shuffled, as the first ones get the free places
             try:
@@ -195,8 +243,7 @@ class PeerManager:
             known = self._known.get(peer)
             if known is None or not known.is_first_hand:
                 is_news = self._learn(peer, decoded, now) or is_news
-        self._lookup.record_lookup(now, is_news=is_news and not is_full)
-        await self._save()
+        return is_news
 
     def _peers_to_tell(self) -> list[PeerId]:
         """Return the connected peers that have not received this peer's current record.
@@ -230,14 +277,15 @@ class PeerManager:
         return self._known.learn(peer, record, now, now if self._lookup.has_looked_up else now - PATIENCE_S)
 
     def _peers_to_dial(self, now: float) -> list[PeerId]:
-        connected = set(self._transport.peers())
-        due = []
+        me, connected, was_removed = self._transport.peer_id, set(self._transport.peers()), self._membership.was_removed
+        here, due = list(connected), []
         for peer, known in self._known.items():
-            is_patient = peer < self._transport.peer_id and now - known.since < PATIENCE_S
-            if peer not in connected and not known.is_dialling and not is_patient and now >= known.next_dial_at:
+            is_patient = peer < me and now - known.since < PATIENCE_S
+            if known.is_dialling:
+                here.append(peer)
+            elif peer not in connected and not is_patient and now >= known.next_dial_at and not was_removed(peer):
                 due.append(peer)
-        was_removed = self._membership.was_removed
-        return [] if was_removed(self._transport.peer_id) else [peer for peer in due if not was_removed(peer)]
+        return [] if was_removed(me) else wanted(me, self._bits, due, here)
 
     async def _dial(self, peer: PeerId) -> None:
         known = self._known.get(peer)

@@ -30,7 +30,7 @@ SHORTEST = 0.7
 
 
 class RunAnnouncer:
-    """Announces the run of ``manifest``. ``others`` returns the number of connected peers."""
+    """Announces the run of ``manifest``. ``others`` returns the number of other peers that announce it, too."""
 
     def __init__(self, manifest: Manifest, directory: Directory, others: Callable[[], int]) -> None:
         self._run = manifest.run

@@ -156,6 +156,8 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Digests of the first batches of a training script, so that peers notice if theirs are the same."""
     reward: float | None = None
     """Latest reward that the script has reported, in reinforcement learning."""
+    connected: Count = 0
+    """Number of live peers that it is connected to: of a large run, not all."""
 
 
 class CommitParts(NamedTuple):

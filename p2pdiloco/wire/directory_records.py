@@ -83,13 +83,13 @@ class PeerRecord(Struct, frozen=True):
     """Whether the peer can be dialled, so that it can serve as a rendezvous server."""
 
 
-def peers_topic(run: RunId) -> str:
-    """Return the topic under which the peers of ``run`` publish.
+def peers_topic(run: RunId, group: str = "") -> str:
+    """Return the topic under which the peers of ``run`` publish, or those of a group of it.
 
     The topic does not reveal the run's id to the nodes that store it. Only members know the id of a private run, so
     strangers can neither find its topic nor fill it.
     """
-    return f"p2pdiloco/peers/{digest_of(PEERS_CONTEXT, run.encode())}"
+    return f"p2pdiloco/peers/{digest_of(PEERS_CONTEXT, run.encode(), group.encode())}"
 
 
 def subkey_of(envelope: Envelope) -> str:

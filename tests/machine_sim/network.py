@@ -6,7 +6,7 @@ streams do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -14,9 +14,11 @@ import msgspec
 from p2pdiloco.protocol.events import Contradicted, PeerConnected, PeerDisconnected, Received
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Message, WrongMerge
+from p2pdiloco.swarm.neighbours import MOST, surplus, wanted
+from p2pdiloco.swarm.peer_manager import LEFT_S
 from tests.machine_sim.integer_shards import Payload
 from tests.simulation.network import Direction, Key, PairNetwork
-from tests.simulation.topologies import Mesh, Pair
+from tests.simulation.topologies import Mesh, Pair, pair_of
 
 if TYPE_CHECKING:
     from tests.machine_sim.process import Process
@@ -26,6 +28,8 @@ NO_PAYLOAD = Digest("")
 OUTBOX_S = 3.0
 """Payloads that would wait longer than this to be sent are dropped: outboxes are bounded."""
 
+ENTRIES = 4
+"""Peers that a newcomer finds in the directory of a bounded run."""
 STATE_BYTES_PER_S = 2e4
 """No path is slower for states."""
 
@@ -59,6 +63,9 @@ class NetworkSetting(msgspec.Struct, frozen=True, kw_only=True):
     redial_s: float = 1.0
     silent_close_share: float = 0.0
     """Of breaks, those that one end learns much later."""
+    is_bounded: bool = False
+    """Peers connect to those that ``swarm/neighbours.py`` chooses, newcomers to ENTRIES others; else all to all."""
+    most_connections: int = MOST
 
 
 class Delivery(msgspec.Struct, gc=False):
@@ -105,6 +112,8 @@ class Network(PairNetwork[Link]):
         self.qualities: dict[tuple[PeerId, PeerId], LinkQuality] = {}
         self.slowed: dict[tuple[PeerId, PeerId], LinkQuality] = {}
         self.default = LinkQuality()
+        self._spared: dict[Pair, float] = {}
+        """Pairs of which one did without the other, and when."""
         self.messages = 0
         self.control_bytes = 0
         self.payload_bytes = 0
@@ -221,6 +230,8 @@ class Network(PairNetwork[Link]):
         link = a.links.get(b.name)
         if link is not None and link.connection.is_open and link.target is b:
             return True
+        if self.setting.is_bounded and b.name not in self._wanted(a, [b]) and a.name not in self._wanted(b, [a]):
+            return True
         if is_cut or a.is_paused() or b.is_paused() or not self._finds_path(pair):
             return False
         connection = Connection()
@@ -229,6 +240,29 @@ class Network(PairNetwork[Link]):
             self.world.schedule(new.opened_at, target, self._connected, (target, source, connection))
             source.links[target.name] = new
         return True
+
+    def keep_bounded(self, process: Process) -> None:
+        """Dial whom a peer of a bounded run wants, end what it can do without, and look again later."""
+        if not process.is_paused():
+            others = [other for other in self.world.processes.values() if other is not process]
+            for name in self._wanted(process, self.random.sample(others, len(others))):
+                self.dial_later(process.name, name, 0.1 * self.redial_s * self.random.random())
+            if process.machine.core.is_current:
+                bits, most = process.machine.core.chains[0].group_bits, self.setting.most_connections
+                for name in surplus(process.name, bits, process.links, most):
+                    self._spared[pair_of(process.name, name)] = self.world.now
+                    self.break_connection(process, name, "it is not needed")
+        at = self.world.now + self.redial_s * (0.5 + self.random.random())
+        self.world.schedule(at, process, self.keep_bounded, process)
+
+    def _wanted(self, process: Process, others: Sequence[Process]) -> list[PeerId]:
+        """Which of the others this peer dials."""
+        since, here = self.world.now - LEFT_S, process.links.keys()
+        names = [one.name for one in others if self._spared.get(pair_of(process.name, one.name), -LEFT_S) <= since]
+        if not process.machine.core.is_current:
+            return [name for name in names if name not in here][: max(0, ENTRIES - len(here))]
+        bits = process.machine.core.chains[0].group_bits
+        return wanted(process.name, bits, [name for name in names if name not in here], here)
 
     def _finds_path(self, _: Pair) -> bool:
         """Whether a connection of these two can be made now."""

@@ -88,6 +88,7 @@ SCENARIOS: dict[str, FaultRates] = {
     "lying-owners": FaultRates(break_=1.0, pause=0.3, learner=0.3),
     "ruined": FaultRates(break_=1.0, pause=0.3, cut=0.3, crash=0.3, learner=0.3),
     "uplinks": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, break_=1.0, cut=0.5, slow=0.5),
+    "bounded": FaultRates(crash=1.0, wipe=0.2, learner=0.5, pause=0.5, mute=0.5, break_=2.0, cut=0.5, leave=1.0),
     "meshes": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, mute=1.0, break_=2.0, cut=0.5),
 }
 """Runs with only some kinds of faults, for ``simulate --scenario``; ``mixed`` draws all kinds from the seed."""
@@ -213,6 +214,8 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
             return with_meshes(scene)
         case "uplinks":
             return with_uplinks(scene)
+        case "bounded":
+            return with_bounds(scene)
         case _:
             return with_rarities(scene) if scenario == MIXED else scene
 
@@ -252,6 +255,27 @@ def with_uplinks(scene: Scene) -> Scene:
         bandwidths.append((name, Bandwidth(up_bytes_per_s=up, down_bytes_per_s=up * random.choice((1.0, 4.0, 10.0)))))
     links = tuple((a, b, msgspec.structs.replace(q, bytes_per_s=100 * load)) for a, b, q in scene.links)
     return msgspec.structs.replace(scene, bandwidths=tuple(bandwidths), links=links, patience=UPLINK_PATIENCE)
+
+
+def with_bounds(scene: Scene) -> Scene:
+    """More peers of the scene's kind, each connected to its group and to one peer of each other group."""
+    random = Random(f"bounds {scene.seed}")
+    kinds = [setting for _, setting, _ in scene.peers if setting.step_s < GLACIAL_S]
+    count, together = random.choice((8, 12, 16, 24)), random.choice(TOGETHER)
+    peers = [
+        (PeerId(f"p{i}"), kinds[i % len(kinds)], random.choice((0.0, 0.5, 5.0)) if i else 0.0) for i in range(count)
+    ]
+    names = [name for name, _, _ in peers]
+    config = msgspec.structs.replace(scene.config, together=together, leave_s=20.0)
+    return msgspec.structs.replace(
+        scene,
+        peers=tuple(peers),
+        config=config,
+        network=msgspec.structs.replace(scene.network, is_bounded=True, most_connections=random.choice((8, 12, 96))),
+        faults=tuple(draw_faults(random, SCENARIOS["bounded"], names, 1.0, scene.faults_s)),
+        meshes=(),
+        patience=MESH_PATIENCE,
+    )
 
 
 def with_liars(scene: Scene) -> Scene:

@@ -62,7 +62,7 @@ class SharedNetwork(Network):
         for parcel in self.lines.uplink(link.source.name).waiting(link):
             waiting = parcel.argument[0]
             old = waiting.message if isinstance(waiting, Delivery) else None
-            if isinstance(old, Contribution) and old.shard == message.shard:
+            if isinstance(old, Contribution) and (old.shard, old.giver) == (message.shard, message.giver):
                 waiting.message, waiting.payload = message, payload
                 return True
         return False

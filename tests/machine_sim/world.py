@@ -147,6 +147,9 @@ class World:
         self.processes[name] = process
         disk = self.fates.disks.get(name)
         process.start(Checkpoint(()) if disk is None else disk)
+        if self.network.setting.is_bounded:
+            self.schedule(self.now, process, self.network.keep_bounded, process)
+            return
         for other in self.processes:
             if other != name:
                 self.network.dial_later(name, other, self.conditions.directory_lag_s * self.random.random())

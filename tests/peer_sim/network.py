@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, HandshakeFactory, MismatchError, Role
 from p2pdiloco.peer.host import within
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.swarm.neighbours import surplus, wanted
+from p2pdiloco.swarm.peer_manager import SURPLUS
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 from tests.simulation.network import Direction, Key, PairNetwork
-from tests.simulation.topologies import Pair
+from tests.simulation.topologies import Pair, pair_of
 
 if TYPE_CHECKING:
     from tests.peer_sim.host import SimulatedHost
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 5.0
 """How long an end that hears nothing keeps a connection, about."""
 QUEUED_MOST_BYTES = 1 << 22
+SPARED_S = 2.0
+"""Between two looks at what is not needed."""
 
 
 class Link(Direction):
@@ -74,6 +78,8 @@ class Network(PairNetwork[Link]):
         """The same, of those of whose payloads bits are flipped."""
         self.slow: dict[PeerId, float] = {}
         """Bytes per second of a peer that is slow now."""
+        self._spared: set[Pair] = set()
+        """Pairs that have done without each other."""
         self.met: dict[PeerId, set[PeerId]] = {name: {name} for name in world.computers}
         """Whom each knows as members, in all its lives."""
 
@@ -140,6 +146,8 @@ class Network(PairNetwork[Link]):
             return True  # whoever starts later dials
         if pair[1] in a.links.connections:
             return True
+        if pair in self._spared and not (self._is_needed(a, pair[1]) or self._is_needed(b, pair[0])):
+            return False
         has_no_socket = "no-descriptor" in (a.disk.shortage, b.disk.shortage)
         if is_cut or has_no_socket or a.is_paused or b.is_paused or pair[0] in b.links.connections:
             return False
@@ -156,6 +164,25 @@ class Network(PairNetwork[Link]):
                 partial(here.do, partial(here.links.stands, there.name, connection)),
             )
         return True
+
+    def _is_needed(self, host: SimulatedHost, other: PeerId) -> bool:
+        """Whether a peer needs this one, beside the others to which it is connected."""
+        here = [name for name in host.links.connections if name != other]
+        return bool(wanted(host.name, host.peer.machine.view.group_bits, [other], here))
+
+    def spare(self) -> None:
+        """Where there are groups, peers end connections without which both can do (``swarm/neighbours.py``), although
+        these are few."""
+        for host in list(self.world.hosts.values()):
+            bits = 0 if host.is_paused else host.peer.machine.view.group_bits
+            for name in surplus(host.name, bits, list(host.links.connections), most=0):
+                connection = host.links.connections[name]
+                other = connection.directions[host.name].target
+                if connection.is_open and not (self._is_needed(host, name) or self._is_needed(other, host.name)):
+                    self._spared.add(pair_of(host.name, name))
+                    self.world.happened["spared"] += 1
+                    self.break_connection(connection, SURPLUS)
+        self.world.at(self.world.now + SPARED_S, self.spare)
 
     def break_connection(self, connection: Connection, reason: str, *, is_silent: bool = False) -> None:
         """It is gone; both ends learn it, each at its own time."""

@@ -51,7 +51,7 @@ from tests.peer_sim.loop import StandstillError, VirtualLoop
 from tests.peer_sim.lying_owner import LyingOwners
 from tests.peer_sim.machine import Computer, PeerSetting
 from tests.peer_sim.members import Acquaintances, Everybody
-from tests.peer_sim.network import Network
+from tests.peer_sim.network import SPARED_S, Network
 from tests.peer_sim.tuning import CHUNK
 
 FOLDER = Path("/peer")
@@ -149,6 +149,7 @@ class World:
         """From the beginning to the end; what was violated."""
         asyncio.set_event_loop(self.loop)
         self.at(self.setting.limit_s, self._too_late)
+        self.at(SPARED_S, self.network.spare)
 
         async def main() -> None:
             await self._over

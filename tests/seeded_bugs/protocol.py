@@ -6,6 +6,7 @@ What seeds do find stands in ``mutants``.
 from __future__ import annotations
 
 from tests.seeded_bugs.audits import BUGS as AUDIT_BUGS
+from tests.seeded_bugs.bridges import BUGS as BRIDGE_BUGS
 from tests.seeded_bugs.claims import BUGS as CLAIM_BUGS
 from tests.seeded_bugs.going_back import BUGS as BACK_BUGS
 from tests.seeded_bugs.groups import BUGS as GROUP_BUGS
@@ -25,6 +26,7 @@ BUGS = (
     *BACK_BUGS,
     *CLAIM_BUGS,
     *GROUP_BUGS,
+    *BRIDGE_BUGS,
     *MESH_BUGS,
     _bug(
         "any interval believed",

@@ -92,7 +92,7 @@ def test_status_of_two_that_train_and_of_two_that_have_finished(capsys: pytest.C
     assert "6,000 tokens/s in all" in training[2]
     assert [line.split()[6] for line in training[4:]] == ["33.3%", "66.7%"]
     assert not any("beyond" in line for line in training)
-    assert sum("500 connected peers, of at most 512" in line for line in told(live=501)) == 1
+    assert sum("500 connected peers, of at most 512" in line for line in told(connected=500)) == 1
     assert told(reward=0.25)[-2:] == ["  ann reward 0.250", "  bob reward 0.250"]
     over = told(phase="finished", live=1)
     assert "2 live" in over[2]

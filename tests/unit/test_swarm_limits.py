@@ -173,7 +173,7 @@ def test_a_limit_is_told_from_four_fifths_on(limit: Limit) -> None:
         status, given = STATUS, {}
         match limit.counted:
             case "connected peers":
-                status = msgspec.structs.replace(STATUS, live=number + 1)
+                status = msgspec.structs.replace(STATUS, connected=number)
             case "known peers":
                 status = msgspec.structs.replace(STATUS, known=number + 1)
             case "learners":
@@ -190,13 +190,13 @@ def test_a_limit_is_told_from_four_fifths_on(limit: Limit) -> None:
 
 
 def test_doctor_tells_before_one_joins() -> None:
-    answers = RunAnswer(RunId("a" * 40), RunRecord("story", 1000), (msgspec.structs.replace(STATUS, live=501),))
+    answers = RunAnswer(RunId("a" * 40), RunRecord("story", 1000), (msgspec.structs.replace(STATUS, connected=500),))
     findings, _ = asyncio.run(doctor._run(answers, cast(Any, None)))
     assert [(one.verdict, one.detail) for one in findings[1:]] == [("warning", LIMITS[0].sentence(500))]
 
 
 def test_one_peer_that_lies_alarms_nobody() -> None:
-    liar = msgspec.structs.replace(STATUS, live=10**6, known=10**6, participating=10**6)
+    liar = msgspec.structs.replace(STATUS, connected=10**6, known=10**6, participating=10**6)
     assert not approached([])
     assert not approached([liar, STATUS, STATUS])
     assert len(approached([liar])) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.endpoint import LEAVING
+from p2pdiloco.protocol.groups import group_of
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm import known_peers
 from p2pdiloco.swarm import peer_manager as peer_manager_module
@@ -20,7 +22,8 @@ from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.lookup_policy import FEW, LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
-from p2pdiloco.swarm.peer_manager import LEFT_S, RECORD_LIFE_S, PeerManager
+from p2pdiloco.swarm.neighbours import ENTRIES, MOST, own_topics, surplus, topic_of, wanted
+from p2pdiloco.swarm.peer_manager import LEFT_S, RECORD_LIFE_S, SURPLUS, PeerManager
 from p2pdiloco.transport.transport import DialError, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord
@@ -41,6 +44,9 @@ class Board:
         self.published = self.refused = 0
         """Publications to come that fail."""
         self.standing: dict[PeerId, tuple[float, bytes]] = {}
+        """In the run's topic."""
+        self.groups: dict[str, dict[PeerId, bytes]] = {}
+        """In the topics of its groups."""
         self.accepts: Callable[[PeerId, bytes], bool] = lambda _peer, _record: True
 
     def screen_peers(self, run: RunId, accepts: Callable[[PeerId, bytes], bool]) -> None:
@@ -50,17 +56,25 @@ class Board:
     def now_s() -> float:
         return asyncio.get_running_loop().time()
 
-    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
+    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float, group: str = "") -> None:
         self.published += 1
         expires_s = self.now_s() + ttl_s
         await asyncio.sleep(LATENCY_S)
         if self.refused:
             self.refused -= 1
             raise DirectoryError("publishing failed")
+        if group:
+            self.groups.setdefault(group, {})[ME] = record
+            return
         self.standing[ME] = max(self.standing.get(ME, (0.0, b"")), (expires_s, record))
 
-    async def peers(self, run: RunId) -> dict[PeerId, bytes]:
+    async def withdraw_peer(self, run: RunId, group: str = "") -> None:
+        (self.groups[group] if group else self.standing).pop(ME)
+
+    async def peers(self, run: RunId, group: str = "") -> dict[PeerId, bytes]:
         await asyncio.sleep(LATENCY_S)
+        if group:
+            return dict(self.groups.get(group, {}))
         return {peer: record for peer, (_, record) in self.standing.items() if self.accepts(peer, record)}
 
 
@@ -89,6 +103,10 @@ class Lines:
 
     def add_disconnect_callback(self, callback: object) -> None:
         """Tests say who is gone."""
+
+    def disconnect(self, peer: PeerId, reason: str) -> None:
+        assert reason == SURPLUS
+        del self.lives[peer]
 
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float) -> None:
         await asyncio.sleep(LATENCY_S)
@@ -137,6 +155,7 @@ class Process:
         self.connector = NoWay()
         self.known = KnownPeers(ME)
         self.lookup = LookupPolicy(ME, frozenset)
+        self.group_bits = 0
         self.peer_manager = PeerManager(
             RUN,
             cast(Directory, board),
@@ -149,6 +168,7 @@ class Process:
             began_s=board.now_s(),
             cache=folder / f"{life}.json",
             duplicate_seen=self._saw,
+            group_bits=lambda: self.group_bits,
         )
 
     def _saw(self, record: PeerRecord) -> None:
@@ -415,3 +435,68 @@ def test_a_record_that_began_when_its_peer_left_does_not_bring_it_back() -> None
     assert not known.learn(BOB, PeerRecord((HUB,), began_s=5.0), 1.0)
     assert known._known[BOB].left_s == 5.0
     assert known.learn(BOB, PeerRecord((HUB,), began_s=5.1), 2.0)
+
+
+# -- large runs --------------------------------------------------------------------------------------------------------
+
+MANY = [PeerId(f"peer {i}") for i in range(1000)]
+
+
+def test_in_a_large_run_a_peer_dials_its_group_and_one_of_each_other_group() -> None:
+    """Which one is drawn for each pair: nobody is dialled by all."""
+    assert wanted(ME, 0, MANY, ()) == MANY, "a small run: all"
+    mine = [peer for peer in MANY if group_of(peer, 4) == group_of(ME, 4)]
+    found = wanted(ME, 4, MANY, ())
+    assert found[: len(mine)] == mine
+    assert sorted(group_of(peer, 4) for peer in found[len(mine) :]) == [g for g in range(16) if g != group_of(ME, 4)]
+    assert wanted(ME, 4, MANY, found[len(mine) :]) == mine, "one of each other group is enough"
+    dialled = Counter(peer for me in MANY for peer in wanted(me, 4, MANY, ()) if group_of(peer, 4) != group_of(me, 4))
+    assert max(dialled.values()) < 3 * 15
+
+
+def test_a_peer_with_too_many_connections_ends_those_that_it_needs_least() -> None:
+    """It keeps its group, and one of each other group. In a small run it ends none."""
+    assert surplus(ME, 0, MANY) == []
+    assert surplus(ME, 4, MANY[:MOST]) == []
+    spare = surplus(ME, 4, MANY[: MOST + 10])
+    assert len(spare) == 10
+    kept = set(MANY[: MOST + 10]).difference(spare)
+    assert {group_of(peer, 4) for peer in kept} == set(range(16))
+    assert not [peer for peer in spare if group_of(peer, 4) == group_of(ME, 4)]
+    assert not set(wanted(ME, 4, MANY[: MOST + 10], ())) & set(spare), "it does not end what it would dial"
+
+
+def test_newcomers_find_some_peers_of_each_large_run() -> None:
+    for peers, bits in ((60, 1), (150, 2), (1000, 5)):
+        topics = [own_topics(peer, bits) for peer in MANY[:peers]]
+        assert all(topic_of(group_of(peer, bits), bits) in its for peer, its in zip(MANY, topics, strict=False))
+        assert ENTRIES / 2 < sum("" in its for its in topics) < 2 * ENTRIES
+    assert own_topics(ME, 0) == [""]
+
+
+def test_in_a_large_run_a_peer_looks_for_its_group_and_for_one_of_each_other_group(tmp_path: Path) -> None:
+    """It announces itself in its group's topic, and is no longer in the run's unless it is an entry."""
+
+    async def main() -> None:
+        board, bits = Board(), 5
+        me = Process(board, "only", tmp_path)
+        record = encode(PeerRecord((), points=(HUB,)))
+        for peer in MANY:
+            board.groups.setdefault(topic_of(group_of(peer, bits), bits), {})[peer] = record
+        board.standing[MANY[0]] = (1e9, record)
+        await running(me, apart_s=0.0, for_s=5.0)
+        assert set(me.connector.dialled) == {MANY[0]}
+        assert set(board.standing) == {ME, MANY[0]}
+        me.group_bits = bits
+        await running(me, apart_s=0.0, for_s=1.0)
+        mine = {peer for peer in MANY if group_of(peer, bits) == group_of(ME, bits)}
+        assert mine <= set(me.connector.dialled), "its own group comes first"
+        assert ME in board.groups[topic_of(group_of(ME, bits), bits)]
+        assert (ME in board.standing) == ("" in own_topics(ME, bits)) is False
+        await running(me, apart_s=0.0, for_s=40.0)
+        assert {group_of(peer, bits) for peer in me.connector.dialled} == set(range(1 << bits))
+        me.lines.lives = dict.fromkeys(MANY[: MOST + 10], "life")
+        await running(me, apart_s=0.0, for_s=5.0)
+        assert len([peer for peer in me.lines.lives if peer in me.known]) <= MOST
+
+    in_virtual_time(main)

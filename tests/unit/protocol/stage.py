@@ -17,6 +17,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Trained
+from p2pdiloco.protocol.groups import drawn_groups, group_of
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
@@ -97,12 +98,18 @@ def merged_by(collector: PeerId, *contributors: msg.Contributor, **changes: Any)
     return msgspec.structs.replace(msg.GroupMerge(collector, contributors, payload), **changes)
 
 
-def run_owned(owners: str, version: int = 1) -> RunId:
-    """A run in which these equal peers are ranked in this order for shard 0's ``version``."""
+def run_owned(owners: str, version: int = 1, bits: int = 0) -> RunId:
+    """A run in which these equal peers are ranked in this order for shard 0's ``version``; of groups, the first one's
+    comes first."""
     wanted = tuple(PeerId(name) for name in owners)
     candidates = tuple((peer, 1.0) for peer in sorted(wanted))
     runs = (RunId(f"run {i}") for i in count())
-    return next(run for run in runs if ranked_owners(run, 0, version, candidates) == wanted)
+    first = group_of(wanted[0], bits)
+    return next(
+        run
+        for run in runs
+        if ranked_owners(run, 0, version, candidates) == wanted and drawn_groups(f"{run}/0/{version}", bits)[0] == first
+    )
 
 
 def genesis(config: ProtocolConfig) -> tuple[ev.ShardState, ...]:

@@ -1,0 +1,41 @@
+"""A stage on which two groups merge. By their keys, peers a, c and e are of one group, b, d and j of the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from stage import SHARD, B, C, D, Stage, merged_by, run_owned, tokens, with_payload
+
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.group_merges import merged_parts
+from p2pdiloco.protocol.ids import PeerId
+
+E, J = PeerId("e"), PeerId("i")
+FIRST = (tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40))
+"""What version 1 merges: three learners, of whom two are merged together."""
+
+
+def grouped(*others: PeerId, owners: str = "abcd", **changes: Any) -> Stage:
+    """Version 1 has merged three learners. Owners of version 2 in the given order, but for the first of each group."""
+    stage = Stage(*(others or (B, C, D)), **{"run": run_owned(owners, version=2, bits=1), "together": 2, **changes})
+    stage.take(stage.commit(*FIRST))
+    assert stage.machine.core.chains[SHARD].group_bits == 1
+    return stage
+
+
+def given(stage: Stage, collector: PeerId, *peers: PeerId, **changes: Any) -> msg.Contribution:
+    """What a collector sends to the owner of version 2."""
+    parts = [with_payload(tokens(peer, 40, 80), f"of {peer}") for peer in peers]
+    group = merged_by(collector, *parts, **changes)
+    return msg.Contribution(SHARD, stage.head(), 8, msg.part_as_one(group), 100, group)
+
+
+def header_of(stage: Stage, *contributions: msg.Contribution, **changes: Any) -> msg.CommitHeader:
+    """A sound commit that merges them."""
+    contributions = tuple(sorted(contributions, key=lambda one: one.giver))
+    parts = merged_parts(contributions, changes.pop("factors", ()))
+    bare = stage.commit(*parts["contributors"], owner=contributions[0].giver, factors=parts["factors"])
+    whole = msgspec.structs.replace(bare, **parts)
+    count, counts = stage.machine.core.chains[SHARD].count(whole.contributors, whole.counted_factors)
+    return msgspec.structs.replace(whole, tokens=stage.head().tokens + count, counts=counts, **changes)
