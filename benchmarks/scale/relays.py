@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from p2pdiloco.nat.rendezvous_server import RELAYS, USUAL_RELAYS, relay_limits
+from p2pdiloco.protocol.groups import group_bits
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.sockets import DEAD_AFTER_S
 from tests.machine_sim.network import Delivery, Link, LinkQuality
@@ -35,9 +36,13 @@ BUDGET_BYTES_PER_S = 50e6 / 8
 class RelayedNetwork(SharedNetwork):
     """See the module's rules."""
 
-    def __init__(self, world: World, bandwidths: Mapping[PeerId, Bandwidth], own_bytes_per_s: float) -> None:
+    def __init__(
+        self, world: World, bandwidths: Mapping[PeerId, Bandwidth], own_bytes_per_s: float, together: int
+    ) -> None:
         super().__init__(world, bandwidths)
         self._bandwidths = bandwidths
+        self._together = together
+        """Peers of which each is connected to all others; more make groups."""
         self._own_bytes_per_s = own_bytes_per_s
         """Payloads that each peer sends on average."""
         self.lines_known_at = 0.0
@@ -56,8 +61,9 @@ class RelayedNetwork(SharedNetwork):
         """Return the budget of a relay, and the number of pairs for which it has room."""
         if self.world.now < self.lines_known_at:
             return BUDGET_BYTES_PER_S, USUAL_RELAYS
-        line = self._bandwidths[relay].up_bytes_per_s
-        return relay_limits(BUDGET_BYTES_PER_S, line, self._own_bytes_per_s, len(self.world.processes) - 1)
+        line, peers = self._bandwidths[relay].up_bytes_per_s, len(self.world.processes)
+        groups = 1 << group_bits(peers, self._together)
+        return relay_limits(BUDGET_BYTES_PER_S, line, self._own_bytes_per_s, peers // groups + groups - 2)
 
     def make_room(self, _: object) -> None:
         """All relays know their lines now, and end the pairs for which they have no room."""

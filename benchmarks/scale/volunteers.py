@@ -159,7 +159,7 @@ class Swarm:
         self.lines: dict[PeerId, Bandwidth] = {}
         self.need = 2 * options.payload * options.shards / (SYNC_EVERY * STEP_S)
         """Bytes of payloads that a peer sends per second: contributions, and as much of commits."""
-        self.network = world.network = RelayedNetwork(world, self.lines, self.need)
+        self.network = world.network = RelayedNetwork(world, self.lines, self.need, options.together)
         world.network.default = PATH
         world.network.lines_known_at = 0.0 if options.told_lines else SYNC_EVERY * STEP_S
         world.schedule(world.network.lines_known_at, None, world.network.make_room, None)

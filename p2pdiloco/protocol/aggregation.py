@@ -128,6 +128,11 @@ class Aggregation(Gatherer):
         later_s = min(2 * found.usual_s, 0.75 * found.takeover_s)
         return found._replace(usual_s=later_s) if self.bits(shard) else found
 
+    def waits_longer(self, shard: ShardId) -> bool:
+        """Return whether a merge waits longer than the paper's grace window: always for other groups, as their merges
+        come later than that of the own one."""
+        return super().waits_longer(shard) or bool(self.bits(shard))
+
     def is_whole(self, contribution: Contribution) -> bool:
         """Return whether nearly all of a group that contributed lately are in its merges that are here."""
         if contribution.group is None:

@@ -118,6 +118,10 @@ class Gatherer(ABC):
         """Return how long to wait for answers to a round of the shard, and otherwise ``waits``."""
         return self.waits()
 
+    def waits_longer(self, shard: ShardId) -> bool:
+        """Return whether a merge of the shard waits longer than the paper's grace window."""
+        return bool(self.core.config.grace_share)
+
     def learners(self, collection: Collection) -> int:
         """Return how many learners' contributions have come."""
         return sum(len(contribution.contributors) for contribution in collection.given.values())
@@ -257,7 +261,7 @@ class Gatherer(ABC):
                 sync_s=self.sync_s + core.membership.slowest_round_trip_s,
             ),
             waits=wait,
-            is_extended=bool(config.grace_share),
+            is_extended=self.waits_longer(shard),
             departing_s=min(config.leave_s, config.finish_s) / 2 if is_any_departing else None,
         )
 

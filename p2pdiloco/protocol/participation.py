@@ -113,9 +113,13 @@ class Participation:
         return tuple(peer for peer in self.peers(shard) if self.is_near(shard, peer))
 
     def bridges(self, shard: ShardId, text: str) -> dict[int, PeerId]:
-        """Return a donor of each other group, drawn by ``text``."""
-        far = (peer for peer in self.donors(shard) if not self.is_near(shard, peer))
-        found = sorted(far, key=lambda peer: blake2b(f"{text}/{peer}".encode(), digest_size=8).digest(), reverse=True)
+        """Return a donor of each other group, drawn by ``text``: one that weighs as much as most donors, if there is
+        one. A peer behind a slow line asks for less weight (O1c)."""
+        weights = dict(self.weights(shard))
+        usual = sorted(weights.values())[len(weights) // 2] if weights else 0.0
+        far = [peer for peer in weights if not self.is_near(shard, peer)]
+        draws = {peer: blake2b(f"{text}/{peer}".encode(), digest_size=8).digest() for peer in far}
+        found = sorted(far, key=lambda peer: (weights[peer] >= usual, draws[peer]))
         return {self.group(shard, peer): peer for peer in found}
 
     def receivers(self, shard: ShardId) -> tuple[PeerId, ...]:

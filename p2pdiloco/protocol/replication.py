@@ -180,7 +180,7 @@ class Replication:
         self.announced: dict[ShardId, tuple[Digest, float]] = {}
         """The newest head of each shard that was reported before its commit came, and when."""
         self._entries: dict[Digest, PeerId] = {}
-        """The peers at which commits of other groups came into this one, if they were not asked for."""
+        """The peers at which commits of other groups came into this one."""
         self.turned_down: set[ShardId] = set()
         """Shards of which a state was refused, or did not come, since the head moved: no commit is on its way."""
         self.offers: dict[PeerId, dict[ShardId, Head]] = {}
@@ -198,7 +198,7 @@ class Replication:
             return  # other peers' copies of its commits are accepted: see ``BarredOwners``
         chain = core.chains[shard]
         new_id = commit_id(header)
-        if not core.participation.is_near(shard, sender) and self.asked.get(shard) != sender:
+        if self._is_first(shard, sender, new_id):
             entry = core.config.peer
         if entry is not None:
             self._entries[new_id] = entry
@@ -238,6 +238,14 @@ class Replication:
             if header.version > chain.head.version + 1:
                 self.orphans.add(header, chain.head)
             self.on_head(sender, Head(shard, header.version, new_id, header.tokens))
+
+    def _is_first(self, shard: ShardId, sender: PeerId, commit: Digest) -> bool:
+        """Return whether a peer of another group sends this commit, and nobody of the own group reports it."""
+        participation = self.core.participation
+        if participation.is_near(shard, sender):
+            return False
+        told = (self.reports.of(peer, shard) for peer in participation.near(shard))
+        return all(report is None or report.head != commit for report in told)
 
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
         if (problem := self.core.chains[header.shard].problem(header)) is not None:

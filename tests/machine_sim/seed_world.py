@@ -261,7 +261,7 @@ def with_bounds(scene: Scene) -> Scene:
     """More peers of the scene's kind, each connected to its group and to one peer of each other group."""
     random = Random(f"bounds {scene.seed}")
     kinds = [setting for _, setting, _ in scene.peers if setting.step_s < GLACIAL_S]
-    count, together = random.choice((8, 12, 16, 24)), random.choice(TOGETHER)
+    count, together = random.choice((8, 12, 16, 24)), random.choice((3, 4, 6))
     peers = [
         (PeerId(f"p{i}"), kinds[i % len(kinds)], random.choice((0.0, 0.5, 5.0)) if i else 0.0) for i in range(count)
     ]

@@ -187,15 +187,31 @@ def test_a_peer_at_each_place_of_a_tree_tells_another_group(place: int) -> None:
     assert len(told(effects, msg.Heads) & FAR) == place - 1
 
 
-def test_a_commit_that_was_asked_for_is_only_told_of() -> None:
-    """M7j: where it came into this group is not known, so nobody has this peer for its parent."""
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_commit_that_others_of_the_group_have_begins_no_second_tree(is_told: bool) -> None:
+    """M7j: here it was asked for. If nobody reports it, this peer is the root."""
     stage = many(has_learner=False)
     header = header_of(stage, given(stage, B, B, D, J), given(stage, C, C, E))
     head = msg.Head(SHARD, 2, msg.commit_id(header), header.tokens)
     effects = stage.hear(D, msg.Heads((head,), 0)) + stage.wait(3.0)
     assert told(effects, msg.CommitsRequest) == {D}
+    if is_told:
+        stage.hear(C, msg.Heads((head,), 0))
     effects = stage.work(stage.hear(D, msg.Commit(header)), ef.Apply)
-    assert not told(effects, msg.Commit)
+    assert told(effects, msg.Commit) == (set() if is_told else NEAR)
+
+
+def test_bridges_have_no_slow_lines_if_others_are_there() -> None:
+    """M7j: what is sent to a group leaves its bridge's line four times."""
+    stage = many(has_learner=False)
+    participation = stage.machine.core.participation
+    assert {participation.bridges(SHARD, str(i))[1] for i in range(50)} == FAR
+    stage.says(B, weight=0.5)
+    stage.says(C, weight=0.5)
+    assert {participation.bridges(SHARD, str(i))[1] for i in range(50)} == FAR - {B}
+    for peer in (D, J):
+        stage.says(peer, weight=0.5)
+    assert {participation.bridges(SHARD, str(i))[1] for i in range(50)} == FAR
 
 
 # -- who is there ------------------------------------------------------------------------------------------------------

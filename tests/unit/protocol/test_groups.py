@@ -165,6 +165,7 @@ def test_a_groups_merge_goes_to_the_next_owner_after_each_takeover_time() -> Non
         assert [owner for owner, _ in sent(effects, msg.Contribution)] == [B]
         if is_gone:
             effects = stage.tell(ev.PeerDisconnected(B, "gone")) + stage.tell(ev.PeerDisconnected(D, "gone"))
+            effects += stage.wait(0.8 * stage.machine.aggregation.waits().takeover_s)
         else:
             effects = stage.wait(stage.machine.aggregation.waits().takeover_s + 0.1)
         assert [group.is_group for group in only(effects, ef.Merge)] == [False], "this peer is next itself"
