@@ -523,7 +523,8 @@ class Contributions:
         pending = self.pending.get(shard)
         if pending is not None:
             pending.rank += 1
-            if not pending.has_answered and self.core.departure != "leaving":  # half the time is no miss
+            is_own_doing = pending.has_answered or self.core.departure == "leaving"  # half the time is no miss
+            if not is_own_doing and not self.aggregation.bits(shard):
                 self.core.membership.on_takeover_missed(
                     pending.target, self.core.now, self.aggregation.waits().takeover_s
                 )

@@ -448,7 +448,8 @@ class Membership:
     def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float) -> None:
         """Record that ``peer`` as an owner let ``takeover_s`` seconds pass."""
         if peer in self.peers:
-            self.owners.on_takeover_missed(peer, now, takeover_s, self.connectivity.tiers)
+            lap_s = len(self.owners.candidates) * takeover_s
+            self.owners.on_turn_missed(peer, now, lap_s, self.connectivity.tiers)
 
     def claims_of(self, peer: PeerId) -> tuple[Block, ...]:
         """Return the blocks of data that ``peer`` has taken, at most MAX_HELD."""

@@ -143,16 +143,17 @@ class Owners:
         share = LATER * max(LEAST_SPREAD, min(weights, default=1.0) / max(weights, default=1.0))
         self.candidates = tuple((peer, weight * share ** late.get(peer, 0)) for peer, weight in self.willing)
 
-    def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float, tiers: Mapping[PeerId, int]) -> None:
-        """Record that ``peer`` let ``takeover_s`` pass as an owner.
+    def on_turn_missed(self, peer: PeerId, now: float, lap_s: float, tiers: Mapping[PeerId, int]) -> None:
+        """Record that ``peer`` did not merge when it was its turn.
 
-        It then owns last for as long as four passes over all owners take, and four times as long each further time.
+        It then owns last for four times ``lap_s``, which a pass over all owners takes, and four times as long each
+        further time.
         """
         times, until = self._missed.get(peer, (0, 0.0))
         if now >= until:
             times = min(times + 1, MISSES_COUNTED)
             self._missed.pop(peer, None)
-            self._missed[peer] = times, now + len(self.candidates) * takeover_s * 4.0**times
+            self._missed[peer] = times, now + lap_s * 4.0**times
             if len(self._missed) > MISSES_REMEMBERED:
                 del self._missed[next(iter(self._missed))]
             self.rank(now, tiers)

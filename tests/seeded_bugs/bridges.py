@@ -104,13 +104,13 @@ BUGS = (
         "test_a_majority_is_one_of_all_that_contributed_lately",
     ),
     _bug(
-        "an owner is blamed for what its bridge lost",
+        "an owner that only merges its group is forgiven",
         "protocol.aggregation",
-        "Aggregation.on_head_changed",
-        "core.participation.group(shard, part.collector) != first",
-        "True",
+        "Aggregation._judge_collector",
+        "first in mine and not was_to_own",
+        "first in mine",
         "an owner that never commits is forgiven for the merge of its group each time",
-        "test_the_group_that_was_to_own_is_not_forgiven_for_its_part",
+        "test_a_commit_tells_who_has_not_done_its_part",
         "tests/unit/protocol/test_groups.py",
     ),
     _bug(

@@ -148,7 +148,7 @@ BUGS = (
     _bug(
         "misses while a peer owns last count",
         "ownership",
-        "Owners.on_takeover_missed",
+        "Owners.on_turn_missed",
         "now >= until",
         "True",
         "one slow round of several shards lets an owner come last for 256 takeover times",

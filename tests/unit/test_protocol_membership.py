@@ -93,7 +93,7 @@ def test_misses_while_a_peer_already_owns_last_do_not_prolong_that() -> None:
     owners.set_candidates([(OTHER, 1.0)], [])
     owners.rank(0.0, {})
     for _ in range(4):
-        owners.on_takeover_missed(OTHER, 0.0, 1.0, {})
+        owners.on_turn_missed(OTHER, 0.0, 2.0, {})
     owners.rank(7.9, {})
     assert dict(owners.candidates)[OTHER] < 1e-6
     owners.rank(8.1, {})
