@@ -66,7 +66,8 @@ def announcement_ring(commit: Digest, order: tuple[PeerId, ...], place: int) -> 
 def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: CommitHeader, entry: PeerId | None) -> None:
     """Send a commit that this peer has made or applied to its children in the tree, and announce it to others.
 
-    ``entry``: the peer at which a commit of another group came into this one; None: it was asked for.
+    ``entry``: the peer at which a commit of another group came into this one; None: it was asked for, so all of the
+    group may lack it, and are told.
     Newcomers could not apply it, and on a slow link a stream of commits would delay the states that they wait for: they
     are told of the head.
     """
@@ -86,8 +87,10 @@ def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: Commi
     if me == root:
         listeners |= participation.newcomers(shard)
         entries |= _entries(core, commit, header, bridges)
+    elif root is None:
+        listeners |= near - {me}
     elif len(order) > FAN_OUT + 1:
-        ring = announcement_ring(head.id, order, place) if root is not None else order
+        ring = announcement_ring(head.id, order, place)
         after = ring.index(me) + 1
         listeners = {*(ring + ring)[after : after + ANNOUNCEMENTS]} - receivers
     if place - 1 in bridges:  # each group hears of the head from all others

@@ -240,9 +240,9 @@ class Replication:
             self.on_head(sender, Head(shard, header.version, new_id, header.tokens))
 
     def _is_first(self, shard: ShardId, sender: PeerId, commit: Digest) -> bool:
-        """Return whether a peer of another group sends this commit, and nobody of the own group reports it."""
+        """Return whether a peer of another group sends this commit unasked, and nobody of the own group reports it."""
         participation = self.core.participation
-        if participation.is_near(shard, sender):
+        if participation.is_near(shard, sender) or self.asked.get(shard) == sender:
             return False
         told = (self.reports.of(peer, shard) for peer in participation.near(shard))
         return all(report is None or report.head != commit for report in told)
