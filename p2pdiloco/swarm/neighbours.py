@@ -20,8 +20,6 @@ from p2pdiloco.protocol.ids import PeerId, fingerprint
 
 MOST = 96
 """Connections that a peer of a large run keeps, unless its group and one peer of each other group are more."""
-
-
 ENTRIES = 64
 """Peers that announce themselves to newcomers, on average, as the peers' keys decide."""
 _BITS = 64

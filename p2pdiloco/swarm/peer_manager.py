@@ -207,14 +207,15 @@ class PeerManager:
 
     def _groups_to_seek(self, now: float) -> list[int]:
         """Return groups to look up now: those of which nobody is connected, and at first this peer's own."""
-        met = {group_of(peer, self._bits) for peer in self._connected()}
-        unmet = [group for group in range(1 << self._bits) if group not in met] if self._bits else []
+        if not self._bits:
+            return []
+        own, met = group_of(self._transport.peer_id, self._bits), {group_of(p, self._bits) for p in self._connected()}
+        unmet = [group for group in range(1 << self._bits) if group not in met]
         due = [group for group in unmet if now - self._sought_at.get(group, -GROUP_S) >= GROUP_S]
-        found = random.sample(due, min(GROUPS_AT_ONCE, len(due)))
-        if self._bits and (own := group_of(self._transport.peer_id, self._bits)) not in self._sought_at:
-            found.insert(0, own)
-        self._sought_at.update(dict.fromkeys(found, now))
-        return found
+        first = [own] if own not in self._sought_at else []
+        found = dict.fromkeys((*first, *random.sample(due, min(GROUPS_AT_ONCE, len(due)))), now)
+        self._sought_at.update(found)
+        return list(found)
 
     def _connected(self) -> list[PeerId]:
         """Return the connected peers of the run."""

@@ -135,6 +135,12 @@ def test_peers_find_each_others_records(run: Callable[[Main], None], tmp_path: P
                 await ann.publish_peer(RUN, b"ann has moved", 30.0)
                 await bob.withdraw_peer(RUN)
                 assert await boot.peers(RUN) == {ann.peer_id: b"ann has moved"}
+                await ann.publish_peer(RUN, b"ann's group", 60.0, "3 of 8")
+                assert await bob.peers(RUN, "3 of 8") == {ann.peer_id: b"ann's group"}
+                assert await bob.peers(RUN, "4 of 8") == {}
+                await ann.withdraw_peer(RUN, "3 of 8")
+                assert await bob.peers(RUN, "3 of 8") == {}
+                assert await bob.peers(RUN) == {ann.peer_id: b"ann has moved"}
                 await bob.publish_peer(RUN, b"bob is back", 60.0)
                 assert (await boot.peers(RUN))[bob.peer_id] == b"bob is back"
                 with pytest.raises(ValueError, match="the limit is"):

@@ -120,6 +120,7 @@ class Member(Observer):
             began_s=directory.now_s(),
             cache=folder / f"{self.id}.json",
             duplicate_seen=lambda _: None,
+            group_bits=lambda: 0,
         )
 
     def serve(self) -> AbstractAsyncContextManager[Transport]:
