@@ -65,8 +65,7 @@ class Evaluations:
         is_due = self._rounds // every > before // every and isinstance(change.taken, CommitHeader)
         if not is_due or core.learner is None or core.learner.is_idle:
             return
-        group = core.participation.group(change.shard, core.config.peer)
-        able = core.participation.members(change.shard, group) | {core.config.peer}
+        able = core.participation.participants(change.shard) | {core.config.peer}
         candidates = tuple((peer, 1.0) for peer in sorted(able))
         is_drawn = ranked_owners(core.config.run, EVALUATION_DUTY, version, candidates)[0] == core.config.peer
         if is_drawn or self.is_alarmed or core.config.peer not in self._usual:

@@ -222,15 +222,6 @@ BUGS = (
         "test_heartbeats_list_the_own_group",
     ),
     _bug(
-        "each peer of a large run measures",
-        "protocol.evaluation",
-        "Evaluations.on_head_changed",
-        "core.participation.members(change.shard, group)",
-        "core.participation.participants(change.shard)",
-        "in some groups nobody measures the loss, in others several do",
-        "test_one_peer_of_each_group_measures",
-    ),
-    _bug(
         "groups train the same blocks",
         "protocol.data_blocks",
         "BlockLedger.next_free",

@@ -19,8 +19,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.commit_relay import tree_order
 from p2pdiloco.protocol.data_blocks import Block, BlockLedger, EpochSlots
 from p2pdiloco.protocol.groups import drawn_groups, group_of
-from p2pdiloco.protocol.ids import PeerId, RunId, fingerprint
-from p2pdiloco.protocol.ownership import EVALUATION_DUTY, ranked_owners
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 
 NEAR, FAR = {C, E}, {B, D, J}
 
@@ -261,22 +260,6 @@ def test_the_loss_of_most_of_the_own_group_is_told() -> None:
         stage.beats.pop(peer)
         found += notes(stage.tell(ev.PeerDisconnected(peer, "gone")) + stage.wait(0.1), "apart")
     assert len(found) == 1
-
-
-def test_one_peer_of_each_group_measures() -> None:
-    """M7k: here this one, though a peer of the other group comes first of all."""
-
-    def first(run: RunId, peers: str) -> str:
-        candidates = tuple((PeerId(peer), 1.0) for peer in peers)
-        return ranked_owners(run, EVALUATION_DUTY, 2, candidates)[0]
-
-    runs = (RunId(f"run {i}") for i in count())
-    run = next(run for run in runs if first(run, "ace") == A and first(run, "abcdei") != A)
-    stage = many(run=run, evaluation_every=1)
-    stage.tell(ev.Evaluated(1, 2.0))
-    stage.give(8)
-    header = header_of(stage, given(stage, B, B, D, J), given(stage, C, C, E))
-    assert [effect.version for effect in only(stage.take(header), ef.Evaluate)] == [2]
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
