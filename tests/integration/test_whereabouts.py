@@ -67,10 +67,10 @@ class Place:
     def visible_addresses() -> list[str]:
         return []
 
-    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
+    async def publish_peer(self, run: RunId, record: bytes, ttl_s: float, group: str = "") -> None:
         self._board.first.setdefault(self._peer, record)
 
-    async def peers(self, run: RunId) -> dict[PeerId, bytes]:
+    async def peers(self, run: RunId, group: str = "") -> dict[PeerId, bytes]:
         return dict(self._board.first)
 
     async def points(self) -> dict[PeerId, bytes]:
