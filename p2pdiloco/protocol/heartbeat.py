@@ -99,7 +99,7 @@ class Heartbeats:
     def refresh(self, why_lost: str, *, parted: frozenset[int] = NOBODY) -> None:
         """Evaluate liveness again. ``parted``: a peer that says goodbye and the peers it heard, as fingerprints."""
         core, chain = self.core, self.core.chains[0]
-        core.membership.divide(chain.group_bits)
+        core.membership.group_bits = chain.group_bits
         if chain.head is not None:
             core.membership.connectivity.update_givers(chain.head.version, chain.marks)
         appeared, lost = core.membership.refresh(core.now)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from p2pdiloco.protocol.connectivity import SETTLING_BEATS, Connectivity
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.groups import group_of
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.ownership import Owners
 
@@ -81,13 +81,6 @@ class PartitionDetector:
             self._compare()
             if not self._lost:
                 self.silently_lost_at = None
-
-    def start_over(self) -> None:
-        """Forget the lost peers: others are counted from now on."""
-        self._here = frozenset()
-        self._lost.clear()
-        self.missing.clear()
-        self.silently_lost_at = None
 
     def _found(self, those: frozenset[int]) -> None:
         for one in those & self._lost.keys():
@@ -430,19 +423,13 @@ class Membership:
         old, new = set(before), set(self.live)
         return tuple(sorted(new - old)), tuple(sorted(old - new))
 
-    def divide(self, group_bits: int) -> None:
-        """Take over the number of groups. Whoever is then of another one is not lost."""
-        if group_bits > self.group_bits:
-            self.partition_detector.start_over()
-        self.group_bits = group_bits
-
     def is_near(self, peer: PeerId) -> bool:
         """Return whether ``peer`` is of this peer's group."""
         return group_of(peer, self.group_bits) == group_of(self.me, self.group_bits)
 
     def detect_partition(self, now: float, *, is_silent: bool) -> None:
         """Update the partition detector from the last ``refresh``. ``is_silent``: a peer was lost without a goodbye."""
-        here = self.connectivity.indirect | self.connectivity.lists[self.me]
+        here = self.connectivity.indirect | set(map(fingerprint, self.live))
         self.partition_detector.update(now, here, WINDOW_BEATS * self.beat_s(), is_silent=is_silent)
 
     def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float) -> None:

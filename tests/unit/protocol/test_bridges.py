@@ -224,7 +224,7 @@ def test_bridges_have_no_slow_lines_if_others_are_there() -> None:
 
 
 def test_heartbeats_list_the_own_group() -> None:
-    """M7k: and who is of another group is neither lost nor only heard by others."""
+    """M7k: and who is of another group is not only heard by others."""
     stage = many(has_learner=False)
     stage.wait(3.0)
     membership = stage.machine.core.membership
@@ -234,32 +234,17 @@ def test_heartbeats_list_the_own_group() -> None:
         C, hears=b"".join(fingerprint(peer).to_bytes(4, "big") for peer in sorted((A, B, D, E), key=fingerprint))
     )
     assert membership.connectivity.indirect == frozenset(), "b and d are connected"
-    for peer in FAR:
-        stage.beats.pop(peer)
-        effects = stage.tell(ev.PeerDisconnected(peer, "gone"))
-        assert not notes(effects, "apart")
-    assert not membership.partition_detector.is_apart
 
 
-def test_who_is_of_another_group_from_now_on_is_not_lost() -> None:
-    """M7k: also if somebody falls silent just then."""
-    stage = Stage(B, C, D, E, J, together=3)
-    stage.wait(3.0)
-    stage.take(stage.commit(*FIRST, tokens(E, 0, 40), tokens(J, 0, 40)))
-    stage.beats.pop(B)
-    assert not notes(stage.tell(ev.PeerDisconnected(B, "gone")), "apart")
-    assert not stage.machine.core.membership.partition_detector.is_apart
-
-
-def test_the_loss_of_most_of_the_own_group_is_told() -> None:
-    """C6a: the others of the group may go on with the rest of the run."""
+def test_the_loss_of_most_of_those_that_are_connected_is_told() -> None:
+    """C6a: of whatever group they are. Half of the own group is not most."""
     stage = many(has_learner=False)
     stage.wait(3.0)
     found: list[str] = []
-    for peer in NEAR:
+    for peer, apart in ((C, 0), (E, 0), (B, 1)):
         stage.beats.pop(peer)
         found += notes(stage.tell(ev.PeerDisconnected(peer, "gone")) + stage.wait(0.1), "apart")
-    assert len(found) == 1
+        assert len(found) == apart
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
