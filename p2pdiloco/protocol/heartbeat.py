@@ -67,6 +67,10 @@ class Heartbeats:
         """Handle the end of a connection, or a peer's goodbye. A peer that is shut out was not cut off, either."""
         membership, said_goodbye = self.core.membership, said_goodbye or peer in self._serving
         self._serving.discard(peer)
+        view = membership.peers.get(peer)
+        has_same = view is not None and view.beat is not None and view.beat.heads_mark == self.core.heads_mark
+        if said_goodbye and has_same and self.core.departure == "finished" and membership.has_finished(peer):
+            membership.partition_detector.at_rest.add(fingerprint(peer))
         parted = membership.connectivity.on_goodbye(peer) if said_goodbye else NOBODY
         if is_shut_out:
             parted = frozenset((fingerprint(peer),))

@@ -49,6 +49,8 @@ class PartitionDetector:
         self.missing: set[int] = set()
         self.has_left = False
         """This peer has left in order, so later departures do not count as losses."""
+        self.at_rest: set[int] = set()
+        """Peers that left at the run's end with this peer's heads: they count as here."""
         self._here: frozenset[int] = frozenset()
         """Peers that are heard here, or by a peer that is."""
         self._lost: dict[int, float] = {}
@@ -88,7 +90,7 @@ class PartitionDetector:
         self.missing -= those
 
     def _compare(self) -> None:
-        if len(self.missing) <= len(self._here):
+        if len(self.missing) <= len(self._here | self.at_rest):
             self.missing.clear()
 
 

@@ -134,7 +134,8 @@ class PeerManager:
             while True:
                 if (bits := self._group_bits()) != self._bits:
                     self._bits, self._sought_at = bits, {}
-                if self._lookup.is_lookup_due(self._transport.peers(), self._known, loop.time()):
+                    self._lookup.look_soon(loop.time())
+                if self._lookup.is_lookup_due(self._near(), self._known, loop.time()):
                     await self._ignore_directory_errors(self._look_up(loop.time()))
                 for group in self._groups_to_seek(loop.time()):
                     await self._ignore_directory_errors(self._read(topic_of(group, bits), loop.time()))
@@ -206,25 +207,30 @@ class PeerManager:
             self._topics = topics
 
     def _groups_to_seek(self, now: float) -> list[int]:
-        """Return groups to look up now: those of which nobody is connected, and at first this peer's own."""
-        if not self._bits:
-            return []
-        own, met = group_of(self._transport.peer_id, self._bits), {group_of(p, self._bits) for p in self._connected()}
+        """Return other groups to look up now, of which nobody is connected."""
+        met = {group_of(peer, self._bits) for peer in (self._transport.peer_id, *self._connected())}
         unmet = [group for group in range(1 << self._bits) if group not in met]
         due = [group for group in unmet if now - self._sought_at.get(group, -GROUP_S) >= GROUP_S]
-        first = [own] if own not in self._sought_at else []
-        found = dict.fromkeys((*first, *random.sample(due, min(GROUPS_AT_ONCE, len(due)))), now)
-        self._sought_at.update(found)
-        return list(found)
+        found = random.sample(due, min(GROUPS_AT_ONCE, len(due)))
+        self._sought_at.update(dict.fromkeys(found, now))
+        return found
+
+    def _near(self) -> list[PeerId]:
+        """Return the connected peers of this peer's group. Without any, it is looked up again and again."""
+        own = group_of(self._transport.peer_id, self._bits)
+        return [peer for peer in self._transport.peers() if group_of(peer, self._bits) == own]
 
     def _connected(self) -> list[PeerId]:
         """Return the connected peers of the run."""
         return [peer for peer in self._transport.peers() if peer in self._known]
 
     async def _look_up(self, now: float) -> None:
-        """Look up the peers of this peer's group; in a small run, and at first, those of the run."""
+        """Look up the peers of this peer's group; in a small run, and while nobody of the group is connected, those of
+        the run, as the others announce themselves anew a moment after groups begin or divide."""
         is_full = self._known.free_places < ROOM
         is_news = await self._read(topic_of(group_of(self._transport.peer_id, self._bits), self._bits), now)
+        if self._bits and not self._near():
+            is_news = await self._read(topic_of(0, 0), now) or is_news
         self._lookup.record_lookup(now, is_news=is_news and not is_full)
         await self._save()
 

@@ -256,7 +256,7 @@ class Network(PairNetwork[Link]):
         self.world.schedule(at, process, self.keep_bounded, process)
 
     def _wanted(self, process: Process, others: Sequence[Process]) -> list[PeerId]:
-        """Which of the others this peer dials."""
+        """Return the names of those of ``others`` that ``process`` dials now."""
         since, here = self.world.now - LEFT_S, process.links.keys()
         names = [one.name for one in others if self._spared.get(pair_of(process.name, one.name), -LEFT_S) <= since]
         if not process.machine.core.is_current:

@@ -443,7 +443,7 @@ MANY = [PeerId(f"peer {i}") for i in range(1000)]
 
 
 def test_in_a_large_run_a_peer_dials_its_group_and_one_of_each_other_group() -> None:
-    """Which one is drawn for each pair: nobody is dialled by all."""
+    """A bridge is drawn for each pair, so that nobody is dialled by all."""
     assert wanted(ME, 0, MANY, ()) == MANY, "a small run: all"
     mine = [peer for peer in MANY if group_of(peer, 4) == group_of(ME, 4)]
     found = wanted(ME, 4, MANY, ())
@@ -498,5 +498,29 @@ def test_in_a_large_run_a_peer_looks_for_its_group_and_for_one_of_each_other_gro
         me.lines.lives = dict.fromkeys(MANY[: MOST + 10], "life")
         await running(me, apart_s=0.0, for_s=5.0)
         assert len([peer for peer in me.lines.lives if peer in me.known]) <= MOST
+
+    in_virtual_time(main)
+
+
+def test_who_has_nobody_of_its_group_looks_for_it_again_and_again(tmp_path: Path) -> None:
+    """Its group divided a moment ago, and the others have not announced themselves in the new topic yet, or only in
+    that of the run. Connections to other groups are no reason to wait."""
+
+    async def main() -> None:
+        board, bits = Board(), 1
+        me = Process(board, "only", tmp_path)
+        far = next(peer for peer in MANY if group_of(peer, bits) != group_of(ME, bits))
+        near = [peer for peer in MANY if group_of(peer, bits) == group_of(ME, bits)]
+        me.lines.lives = {far: "life"}
+        me.peer_manager.handle_reachable(far, PeerRecord((), points=(HUB,)))
+        me.group_bits = bits
+        await running(me, apart_s=0.0, for_s=100.0)
+        record = encode(PeerRecord((), points=(HUB,)))
+        board.groups[topic_of(group_of(ME, bits), bits)][near[0]] = record
+        await running(me, apart_s=0.0, for_s=RESOLVED_S)
+        assert me.connector.dialled[:1] == near[:1]
+        board.standing[near[1]] = (1e9, record)
+        await running(me, apart_s=0.0, for_s=RESOLVED_S)
+        assert near[1] in me.connector.dialled
 
     in_virtual_time(main)

@@ -13,11 +13,12 @@ from p2pdiloco.protocol.ids import PeerId
 
 E, J = PeerId("e"), PeerId("i")
 FIRST = (tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40))
-"""What version 1 merges: three learners, of whom two are merged together."""
+"""Contributors of version 1: three learners, so that two groups make version 2."""
 
 
 def grouped(*others: PeerId, owners: str = "abcd", **changes: Any) -> Stage:
-    """Version 1 has merged three learners. Owners of version 2 in the given order, but for the first of each group."""
+    """Return a stage whose next merge, version 2, is made by two groups. ``owners``: their order, but for the first of
+    each group."""
     stage = Stage(*(others or (B, C, D)), **{"run": run_owned(owners, version=2, bits=1), "together": 2, **changes})
     stage.take(stage.commit(*FIRST))
     assert stage.machine.core.chains[SHARD].group_bits == 1
@@ -25,14 +26,14 @@ def grouped(*others: PeerId, owners: str = "abcd", **changes: Any) -> Stage:
 
 
 def given(stage: Stage, collector: PeerId, *peers: PeerId, **changes: Any) -> msg.Contribution:
-    """What a collector sends to the owner of version 2."""
+    """Return a group's merge for version 2, as its collector sends it to the owner."""
     parts = [with_payload(tokens(peer, 40, 80), f"of {peer}") for peer in peers]
     group = merged_by(collector, *parts, **changes)
     return msg.Contribution(SHARD, stage.head(), 8, msg.part_as_one(group), 100, group)
 
 
 def header_of(stage: Stage, *contributions: msg.Contribution, **changes: Any) -> msg.CommitHeader:
-    """A sound commit that merges them."""
+    """Return a sound commit that merges these groups' merges."""
     contributions = tuple(sorted(contributions, key=lambda one: one.giver))
     parts = merged_parts(contributions, changes.pop("factors", ()))
     bare = stage.commit(*parts["contributors"], owner=contributions[0].giver, factors=parts["factors"])

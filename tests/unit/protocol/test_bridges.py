@@ -33,7 +33,7 @@ def many(**changes: object) -> Stage:
 
 
 def told(effects: list[ef.Effect], kind: type[msg.Message]) -> set[PeerId]:
-    """Who gets such a message."""
+    """Return the peers to which a message of this kind goes."""
     return {to for to, _ in sent(effects, kind)}
 
 

@@ -53,6 +53,19 @@ def test_who_is_lost_with_as_many_as_stay_may_be_cut_off() -> None:
     assert missing(stage) == 3
 
 
+@pytest.mark.parametrize(("phase", "is_same", "count"), [("done", True, 0), ("done", False, 1), ("leaving", True, 1)])
+def test_who_left_at_the_runs_end_with_the_same_heads_was_not_cut_off(phase: str, is_same: bool, count: int) -> None:
+    """C6f: of a run that is not fully connected, peers leave one after the other. The last one that saw a peer die
+    waited for it, and ended with a warning."""
+    stage = Stage(B, C, D, has_learner=False)
+    lose(stage, D)
+    stage.machine.core.departure = "finished"
+    for peer in (B, C):
+        stage.says(peer, phase=phase, heads_mark=0 if is_same else 1)
+    lose(stage, B, C, goodbye=True)
+    assert missing(stage) == count
+
+
 def test_those_who_are_lost_one_after_the_other_are_dead() -> None:
     """C6a: while most stay they will find out themselves, if it is they who were cut off."""
     stage = Stage(B, C, D)

@@ -104,7 +104,7 @@ def test_a_contribution_goes_to_the_first_of_its_own_group() -> None:
 
 
 def late_at(stage: Stage) -> set[PeerId]:
-    """Who collects and owns after all others."""
+    """Return the peers that collect and own after all others."""
     return {peer for peer, weight in stage.machine.core.participation.candidates() if weight < 1.0}
 
 
