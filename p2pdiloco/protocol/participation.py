@@ -88,13 +88,17 @@ class Participation:
         """Return the candidates in the order in which they may merge the shard's next version.
 
         With groups, the first peers of all groups come first: only its own group knows which peer of it that is, and
-        passes on what another one gets.
+        passes on what another one gets. Also one that is leaving does so, if no other peer of its group is here.
         """
         candidates, bits = self.candidates(shard), self._chains[shard].group_bits
         ranked = self._ranked(shard, candidates)
         if not bits:
             return ranked
         here = _divided(candidates, bits)
+        unmet = {group: peers for group, peers in _divided(self.weights(shard), bits).items() if group not in here}
+        if unmet:
+            recent = self._chains[shard].recent_members()
+            here = here | {g: peers for g, peers in unmet.items() if len(recent.get(g, ())) > len(peers)}
         firsts = [
             self._ranked(shard, here[group])[0] for group in self.group_order(shard, self._next(shard)) if group in here
         ]

@@ -48,6 +48,22 @@ def test_the_first_peers_of_all_groups_own_before_the_others() -> None:
         assert found == rank or peer in (A, C), "which peer of another group is its first is not known here"
 
 
+@pytest.mark.parametrize(("others", "ranked"), [((B, C), (B, A, C)), ((B, C, D), (D, A, C))])
+def test_who_leaves_passes_on_what_is_for_others_of_its_group(others: tuple[PeerId, ...], ranked: object) -> None:
+    """M7g: b was the last of its group that is connected here; a thought it owned, as d did, and both committed."""
+    stage = grouped(*others, owners="bdac")
+    stage.says(B, phase="leaving")
+    assert stage.machine.core.participation.ranked_owners(SHARD) == ranked
+
+
+def test_the_last_of_a_group_owns_nothing_if_it_leaves() -> None:
+    """M7g: there is nobody to whom it could pass merges on, and all would wait for it."""
+    stage = Stage(B, C, run=run_owned("bacd", 2, 1), together=2)
+    stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40), tokens(E, 0, 40)))
+    stage.says(B, phase="leaving")
+    assert stage.machine.core.participation.ranked_owners(SHARD) == (A, C)
+
+
 def test_groups_take_turns() -> None:
     """M7g: in an order that each version draws."""
     assert {drawn_groups(f"run/0/{version}", 2)[0] for version in range(50)} == {0, 1, 2, 3}

@@ -532,7 +532,7 @@ def of_group(group: int) -> Identity:
 
 
 class Company:
-    """Ann collects her own contributions and owns all versions, Bob collects his and Cat's. Dan audits all merges."""
+    """Ann collects her own contributions, Bob his and Cat's. A version is owned by one of them. Dan audits all."""
 
     def __init__(self, folder: Path) -> None:
         self.stage = Theatre(folder, fragments=1)
@@ -649,7 +649,7 @@ def test_a_collector_that_gets_the_commit_after_its_auditor_is_not_blamed(tmp_pa
             stage, bob, dan = company.stage, company.bob, company.dan
             await company.train(2)
             stage.catch = lambda sender, to, message: to == bob.id and isinstance(message, msg.Commit)
-            for _ in range(4):
+            for _ in range(32):  # until Ann owns
                 if not stage.caught:
                     await company.train(2)
             caught = stage.caught[0]
