@@ -427,7 +427,7 @@ class Membership:
 
     def is_near(self, peer: PeerId) -> bool:
         """Return whether ``peer`` is of this peer's group."""
-        return group_of(peer, self.group_bits) == group_of(self.me, self.group_bits)
+        return not self.group_bits or group_of(peer, self.group_bits) == group_of(self.me, self.group_bits)
 
     def detect_partition(self, now: float, *, is_silent: bool) -> None:
         """Update the partition detector from the last ``refresh``. ``is_silent``: a peer was lost without a goodbye."""

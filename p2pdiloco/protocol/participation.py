@@ -116,11 +116,13 @@ class Participation:
 
     def is_near(self, shard: ShardId, peer: PeerId) -> bool:
         """Return whether a peer is of this peer's group."""
-        return self.group(shard, peer) == self.group(shard, self._membership.me)
+        bits = self._chains[shard].group_bits
+        return not bits or group_of(peer, bits) == group_of(self._membership.me, bits)
 
     def near(self, shard: ShardId) -> tuple[PeerId, ...]:
         """Return the live peers of this peer's group, sorted."""
-        return tuple(peer for peer in self.peers(shard) if self.is_near(shard, peer))
+        is_divided, peers = self._chains[shard].group_bits > 0, self.peers(shard)
+        return tuple(peer for peer in peers if self.is_near(shard, peer)) if is_divided else peers
 
     def bridges(self, shard: ShardId, text: str) -> dict[int, PeerId]:
         """Return a donor of each other group, drawn by ``text``: one that weighs as much as most donors, if there is

@@ -17,6 +17,7 @@ import ast
 import builtins
 import copy
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 Binding = dict[str, str]
@@ -51,13 +52,14 @@ def replaced(source: str, where: str, old: str, new: str) -> ast.Module:
         PatternError: ``old`` does not stand there exactly once, or ``new`` needs a variable that is not there.
     """
     tree = ast.parse(source)
-    found = matches(tree, where, old, new)
+    shared = _shared_names(source)
+    found = matches(tree, shared, where, old, new)
     if len(found) != 1:
         raise PatternError(f"{old!r} stands {len(found)} times in {where or 'the module'}")
     match = found[0]
     is_statement = match.start is not None
     made = _parsed(new) if is_statement else ast.parse(new, mode="eval").body
-    variables = _Substitution(match, _shared_names(tree) | _local_names(tree, where) | _bound_names(made))
+    variables = _Substitution(match, shared | _local_names(tree, where) | _bound_names(made))
     if isinstance(made, list):
         getattr(match.parent, match.field)[match.start : match.stop] = variables.in_statements(made)
     else:
@@ -69,9 +71,11 @@ def replaced(source: str, where: str, old: str, new: str) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-def matches(tree: ast.Module, where: str, old: str, new: str) -> list[Match]:
-    """All places where ``old`` stands. It is an expression only if ``new`` is one, too."""
-    shared = _shared_names(tree)
+def matches(tree: ast.Module, shared: frozenset[str], where: str, old: str, new: str) -> list[Match]:
+    """All places where ``old`` stands. It is an expression only if ``new`` is one, too.
+
+    ``shared``: names of the module.
+    """
     path, _, parameters = where.partition("(")
     found: list[Match] = []
     for scope in _scopes(tree, path):
@@ -118,7 +122,7 @@ def _definitions(scope: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunction
             yield from _definitions(child)
 
 
-def _expressions(scope: ast.AST, pattern: ast.expr, shared: set[str], given: Binding) -> list[Match]:
+def _expressions(scope: ast.AST, pattern: ast.expr, shared: frozenset[str], given: Binding) -> list[Match]:
     found = []
     for parent in ast.walk(scope):
         for field, value in ast.iter_fields(parent):
@@ -133,7 +137,7 @@ def _expressions(scope: ast.AST, pattern: ast.expr, shared: set[str], given: Bin
     return found
 
 
-def _windows(scope: ast.AST, pattern: Statements, shared: set[str], given: Binding) -> list[Match]:
+def _windows(scope: ast.AST, pattern: Statements, shared: frozenset[str], given: Binding) -> list[Match]:
     found = []
     for parent in ast.walk(scope):
         for field, value in ast.iter_fields(parent):
@@ -150,7 +154,7 @@ def _windows(scope: ast.AST, pattern: Statements, shared: set[str], given: Bindi
 class _State:
     """One attempt to match."""
 
-    def __init__(self, shared: set[str], binding: Binding, rest: list[Statements]) -> None:
+    def __init__(self, shared: frozenset[str], binding: Binding, rest: list[Statements]) -> None:
         self._shared = shared
         self.binding = binding
         self.rest = rest
@@ -209,7 +213,7 @@ class _State:
 class _Substitution(ast.NodeTransformer):
     """A replacement's variables become the module's."""
 
-    def __init__(self, match: Match, known: set[str]) -> None:
+    def __init__(self, match: Match, known: frozenset[str]) -> None:
         self._binding, self._rest = match.binding, list(match.rest)
         self._known = known
 
@@ -261,8 +265,10 @@ def _without_docstring(body: Statements) -> Statements:
     return body[1:] if is_text and len(body) > 1 else body
 
 
-def _shared_names(tree: ast.Module) -> set[str]:
+@lru_cache(maxsize=256)
+def _shared_names(source: str) -> frozenset[str]:
     """What means the same in all of the module: builtins, imports, definitions and variables of the module."""
+    tree = ast.parse(source)
     names = set(dir(builtins)) | {"self", "cls"}
     for node in _without_functions(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -277,7 +283,7 @@ def _shared_names(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     }
-    return names
+    return frozenset(names)
 
 
 def _without_functions(node: ast.AST) -> Iterator[ast.AST]:
