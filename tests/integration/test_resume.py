@@ -41,6 +41,7 @@ def knows_others(member: Member) -> bool:
     return bool(states(member)) and path.exists() and path.read_text().count("peer") >= 2
 
 
+@pytest.mark.long  # test_a_run_wakes_up_without_its_bootstrap has it, and less to begin with
 @pytest.mark.timeout(300)
 def test_a_run_whose_peers_all_died_goes_on(tmp_path: Path) -> None:
     config = write_config(tmp_path, inner_steps=1_000_000, schedule_sync_every=8)

@@ -112,6 +112,7 @@ def test_the_hash_seed_changes_no_decision(complete: list[Member], seed: str) ->
     assert "replay to the same effects" in done.stdout
 
 
+@pytest.mark.long  # the short chaos has all of it, but for leaving at once
 @pytest.mark.timeout(400)
 def test_kills_restarts_and_leaving(tmp_path: Path) -> None:
     """One long run, whose members come and go in every way there is."""

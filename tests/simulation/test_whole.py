@@ -18,8 +18,8 @@ from tests.peer_sim.report import DARK, LYING, PRIVATE, ROUGH, SHORT, Outcome
 from tests.simulation.command_line import fresh_seeds
 
 JOBS = os.cpu_count() or 1
-FIXED = range(36)
-ROUGHLY = range(ROUGH, ROUGH + 20)
+FIXED = range(30)
+ROUGHLY = range(ROUGH, ROUGH + 16)
 FRESH = 12
 SHORT_SEEDS = (1, 2, 4, 8, 14, 15, 18, 23)
 REGRESSIONS = tomllib.loads((Path(__file__).parent / "regressions.toml").read_text()).get("whole", [])
