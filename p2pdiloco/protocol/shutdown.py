@@ -66,6 +66,7 @@ class Shutdown:
         """Take part again: the run was prolonged after this peer had finished, and before it has left."""
         core = self.core
         core.departure = ""
+        core.membership.partition_detector.at_rest.clear()
         self.reason = ""
         self.flush_at = 0.0
         core.alarms.cancel(("depart", 0))
@@ -128,15 +129,16 @@ class Shutdown:
     def _is_waiting(self) -> bool:
         """Return whether to wait for peers that were recently lost without a goodbye.
 
-        That is the case if no peer is left, if no live peer has what was merged here alone, or if this peer is apart
-        at the run's end.
+        That is the case if no peer is left, unless others left at the run's end with the same heads; if no live peer
+        has what was merged here alone; or if this peer is apart at the run's end.
         """
         core, detector = self.core, self.core.membership.partition_detector
         if core.departure == "finished" and detector.is_apart:
             return True
         lost_at = detector.silently_lost_at
         is_lately = lost_at is not None and core.now - lost_at < core.config.finish_s
-        return is_lately and (not core.participation.peers() or self._is_solitary())
+        is_alone = not core.participation.peers() and not detector.at_rest
+        return is_lately and (is_alone or self._is_solitary())
 
     def _is_solitary(self) -> bool:
         """Return whether a current head was made while no peer was live, and no live peer has the same heads."""

@@ -61,7 +61,7 @@ def commits_of(member: Member) -> list[CommitHeader]:
 def test_groups_train_one_model_though_a_peer_is_killed(tmp_path: Path) -> None:
     """A and C are of one group, B and D of the other; D is killed."""
     config = write_config(
-        tmp_path, inner_steps=120, inner_batch=16, schedule_sync_every=8, schedule_fragments=2, schedule_together=2
+        tmp_path, inner_steps=300, inner_batch=16, schedule_sync_every=8, schedule_fragments=2, schedule_together=2
     )
     keys = keys_of_groups(tmp_path / "keys")
     with pytest.MonkeyPatch.context() as patches, swarm_in(tmp_path) as swarm:

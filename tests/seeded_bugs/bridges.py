@@ -77,6 +77,16 @@ BUGS = (
         "test_of_each_other_group_one_merge_waits_for_a_later_head",
     ),
     _bug(
+        "the last to leave waits for one that was lost before",
+        "protocol.shutdown",
+        "Shutdown._is_waiting",
+        "not core.participation.peers() and not detector.at_rest",
+        "not core.participation.peers()",
+        "of peers that end a run together, one stays a minute longer because another was killed before",
+        "test_the_last_to_leave_does_not_wait_for_one_that_was_lost_before",
+        "tests/unit/protocol/test_coming_and_going.py",
+    ),
+    _bug(
         "a group has no turn while the only peer of it here leaves",
         "protocol.participation",
         "Participation.ranked_owners",

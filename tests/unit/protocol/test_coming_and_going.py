@@ -300,6 +300,22 @@ def finished() -> Stage:
     return stage
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_last_to_leave_does_not_wait_for_one_that_was_lost_before(is_same: bool) -> None:
+    """C4e, C6f: c left before it had told that it had finished, too. The last peer then waited for d, which was killed
+    shortly before the end, for as long as it could."""
+    stage = Stage(B, C, D, owners="bac", total_steps=4)
+    stage.give()
+    stage.take(stage.commit(tokens(A, 0, 40)))
+    del stage.beats[D]
+    stage.tell(ev.PeerDisconnected(D, "timed out"))
+    stage.tell(ev.LearnerPaused(4, 40))
+    mark = stage.machine.core.heads_mark
+    stage.says(B, phase="finished", is_participating=False, heads_mark=mark if is_same else mark + 1)
+    assert not only(stage.hear(B, msg.Leaving("the run is complete")), ef.Leave)
+    assert bool(only(stage.hear(C, msg.Leaving("the run is complete")), ef.Leave)) == is_same
+
+
 def test_when_the_run_is_complete_peers_stay_until_all_live_ones_are_there_with_the_same_heads() -> None:
     """C5a: b, then c; newcomers (d) are not waited for."""
     stage = finished()
