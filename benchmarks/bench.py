@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import record
 
 ROOT = Path(__file__).parents[1]
-PLACES = ("json", "plot", "keep", "judge", "verbose")
+PLACES = ("json", "plot", "beside", "keep", "judge", "verbose")
 """Options that change no figure."""
 
 Column = tuple[str, str, str]

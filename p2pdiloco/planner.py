@@ -16,6 +16,9 @@ from typing import Final
 
 import msgspec
 
+from p2pdiloco.protocol.groups import MOST_TOGETHER
+from p2pdiloco.protocol.membership import BEAT_PEERS
+
 # -- Bandwidth model ---------------------------------------------------------------------------------------------------
 # Compute utilisation at a given link rate, by the public model of the DiLoCo family.
 #
@@ -200,9 +203,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 def control_bytes_per_s(wanted: Wanted) -> float:
     """Return a peer's control traffic: heartbeats, and the announcements and answers of rounds.
 
-    Runs of more than 16 peers send heartbeats less often."""
-    others = wanted.peers - 1
-    interval_s = wanted.heartbeat_s * max(1.0, wanted.peers / 16)
+    With many connections, heartbeats are sent less often; in large runs a peer is connected to few of the others."""
+    others = min(wanted.peers - 1, 2 * MOST_TOGETHER)
+    interval_s = wanted.heartbeat_s * max(1.0, others / BEAT_PEERS)
     shards = sum(map(len, wanted.fragments))
     return CONTROL_BYTES * others * (1 / interval_s + 2 * shards / (wanted.sync_every * wanted.step_s))
 

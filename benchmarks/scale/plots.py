@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import OURS, colour, figure
+from benchmarks.plots import OTHERS, OURS, colour, figure
 
 Rows = Mapping[str, Mapping[str, Any]]
 SHADES = {"M = 2": "#f0b8bf", "M = 4": "#e58c97", "M = 8": OURS, "M = 16": "#96293a", "M = 32": "#5f1a25"}
@@ -81,3 +81,31 @@ def regions(path: Path, found: Rows) -> None:
             axes.plot(times, shares, color=OURS, lw=2)
             axes.set(xlabel=f"{told} since it began", ylabel="merged, % of all", ylim=(0, 130))
             axes.set_title(f"{name}. Dotted: the share that is there", fontsize=11, loc="left")
+
+
+VOLUNTEERS = (
+    ("t99_s", 1, "s until 99 % have a commit"),
+    ("fork_share", 100, "forks, % of versions"),
+    ("bytes_most_over_mean", 1, "busiest peer's upload / mean"),
+    ("connections_most", 1, "connections, most of a peer"),
+)
+
+
+def volunteers(path: Path, lines: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> None:
+    """Figures over the number of peers, a line for each file of rows; the last line is ours."""
+    with figure(path, 2, 2, size=(11, 7)) as axes:
+        sizes = sorted({peers for rows in lines.values() for peers in rows})
+        for panel, (key, times, title) in zip(axes.flat, VOLUNTEERS, strict=True):
+            for index, (name, rows) in enumerate(lines.items()):
+                points = [(n, times * rows[n][key]) for n in sorted(rows) if rows[n].get(key) is not None]
+                shade = OURS if index == len(lines) - 1 else OTHERS[index]
+                if points:
+                    panel.plot(*zip(*points, strict=True), "o-", color=shade, lw=2, ms=5, label=name)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
+            panel.minorticks_off()
+            panel.set_ylim(0.0, 1.1 * max(1e-6, *panel.dataLim.intervaly))
+            panel.set_title(title, fontsize=11, loc="left")
+        axes[0, 0].legend(fontsize=10, loc="upper left")
+        for panel in axes[1]:
+            panel.set_xlabel("peers")

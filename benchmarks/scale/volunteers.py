@@ -18,11 +18,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from pathlib import Path
 from random import Random
 
 import msgspec
 
 from benchmarks import bench
+from benchmarks.scale import plots
 from benchmarks.scale.relays import RelayedNetwork
 from benchmarks.scale.worlds import OVERLAP, STEP_S, SYNC_EVERY
 from p2pdiloco.peer.codec_selection import SLOW
@@ -40,6 +42,7 @@ from tests.machine_sim.transcript import Transcript
 from tests.machine_sim.world import World
 from tests.simulation import topologies
 
+NAME = "scale/volunteers"
 PATH = LinkQuality(delay_s=0.04, jitter_s=0.02, bytes_per_s=1e9)
 MIXED = {(10.0, 100.0): 20, (20.0, 200.0): 30, (50.0, 300.0): 30, (100.0, 300.0): 12, (500.0, 500.0): 8}
 """Mbit/s up and down: percent of the peers (assumed)."""
@@ -166,6 +169,10 @@ class Swarm:
         names = [self._add() for _ in range(peers)]
         if peers > options.together:
             self._have_groups(names)
+        self.silent = dict[PeerId, float]()
+        """Peers that fell silent, and when, until no peer of their group counts them as live."""
+        self.silences = list[float]()
+        """For how many seconds the others were counted."""
         self.hidden = set[PeerId]()
         """Peers that nobody can dial."""
         self.hidden_share = max(1.0 - DIALABLE_SHARE, math.sqrt(options.unreachable))
@@ -239,12 +246,21 @@ class Swarm:
             else:
                 world.pause(name, 2.0 * GONE_S)
                 self.network.silence(name)
+                self.silent[name] = world.now
                 end = lambda _: world.crash(name, keeps_disk=False, restart_s=None)  # noqa: E731
                 world.schedule(world.now + GONE_S, None, end, None)
         others = sorted(world.processes)
         new = self._add()
         self._hide_newcomer(new, others)
         self._go_later(new)
+
+    def watch(self) -> None:
+        """Look who is no longer counted as live."""
+        awake = [one.machine.core.membership for one in self.world.processes.values() if not one.is_paused()]
+        for name, since in list(self.silent.items()):
+            if not any(name in membership.near for membership in awake):
+                self.silences.append(self.world.now - since)
+                del self.silent[name]
 
 
 def pass_time(world: World, until: float, title: str, is_over: Callable[[], bool], step_s: float = 1.0) -> bool:
@@ -272,9 +288,11 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
     def count_connections() -> bool:
         nonlocal connections
         connections = max(connections, *(len(process.links) for process in world.processes.values()))
+        swarm.watch()
         return False
 
     def have_all_arrived() -> bool:
+        swarm.watch()
         living = taking_part(world)
         return all(spread.seconds(0.99, living) < math.inf for spread in meter.winning(world, since, until))
 
@@ -290,7 +308,7 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
         }
     if options.churn:
         swarm.begin_churn()
-    pass_time(world, world.now + WARM_S, f"{title}, warm-up", lambda: False)
+    pass_time(world, world.now + WARM_S, f"{title}, warm-up", count_connections)
     versions, forks, before_s = checks.versions, checks.forks, time.process_time()
     sent = {name: network.lines.uplink(name).sent for name in world.processes}
     network.is_measured, meter.payloads, meter.payloads_twice = True, 0, 0
@@ -302,6 +320,7 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
         1.0
     ]
     pass_time(world, until + DRAIN_S, f"{title}, last commits", have_all_arrived)
+    swarm.silences += [world.now - since for since in swarm.silent.values() if since < until]
     spreads, living = meter.winning(world, since, until), taking_part(world)
     t50, t99 = (sorted(s.seconds(share, living) for s in spreads) or [math.inf] for share in (0.5, 0.99))
     for sentence in checks.violations:
@@ -318,6 +337,7 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
         "bytes_most_over_mean": max(sizes) * len(sizes) / sum(sizes),
         "twice_share": twice / max(1, payloads),
         "connections_most": connections,
+        "silence_most_s": max(swarm.silences, default=math.inf),
         "relayed_share": network.relayed_bytes / max(1, network.payload_bytes),
         "control_share": network.control_bytes / max(1, network.payload_bytes),
         "cpu_ms_per_version": 1e3 * cpu_s / max(1, made) / peers,
@@ -333,8 +353,9 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
 
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = bench.parser(__doc__, rows="number of peers", has_plot=False)
-    parser.add_argument("--peers", type=int, nargs="+", metavar="N", default=[8, 16, 64], help="sizes of the swarm")
+    parser = bench.parser(__doc__, rows="number of peers")
+    parser.add_argument("--beside", type=Path, nargs="+", metavar="FILE", default=[], help="plot their rows, too")
+    parser.add_argument("--peers", type=int, nargs="*", metavar="N", default=[8, 16, 64], help="sizes; none: only plot")
     parser.add_argument("--seed", type=int, default=1, help="seed of the world")
     parser.add_argument("--shards", type=int, default=48, help="up to 24, or a multiple of 24; fewer take less time")
     parser.add_argument("--together", type=int, default=MOST_TOGETHER, help="learners that are merged without groups")
@@ -350,7 +371,9 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--starts", action="store_true", help="end as soon as all peers train")
     parser.add_argument("--liars", type=float, default=0.0, help="share of peers that pass no commit on")
     found = parser.parse_args(argv)
-    if min(found.peers) < 2:
+    if found.plot is not None and found.json is None:
+        parser.error("--plot draws the rows of --json: name that file, too")
+    if min(found.peers, default=2) < 2:
         parser.error(f"--peers {min(found.peers)}: a swarm has at least 2")
     if found.shards < 1 or (found.shards > SYNC_EVERY and found.shards % SYNC_EVERY):
         parser.error(f"--shards {found.shards}: use 1 to {SYNC_EVERY}, or a multiple of {SYNC_EVERY}")
@@ -368,9 +391,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, rows = options(argv), dict[str, dict[str, float | None]]()
     for peers in given.peers:
         rows[str(peers)] = measure(peers, given)
-        bench.write(given, "scale/volunteers", {"peers": peers}, rows[str(peers)])
-    columns = [(name, name, ".2%" if name.endswith("_share") else "") for name in rows[str(given.peers[0])]]
-    print(bench.table("peers", columns, rows), flush=True)
+        bench.write(given, NAME, {"peers": peers}, rows[str(peers)])
+    for row in list(rows.values())[:1]:
+        columns = [(name, name, ".2%" if name.endswith("_share") else "") for name in row]
+        print(bench.table("peers", columns, rows), flush=True)
+    if given.plot is not None:
+        known = {path.stem: bench.known(path, NAME, "peers") for path in (*given.beside, given.json)}
+        plots.volunteers(given.plot, {name: {int(n): row for n, row in one.items()} for name, one in known.items()})
     return int(any(row["violations"] for row in rows.values()))
 
 

@@ -197,7 +197,7 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Maximum number of learners whose contributions are merged together. More are divided into groups, whose merges
     are merged. Unit: learners."""
     heartbeat_s: Annotated[float, Meta(ge=0.1, le=60.0)] = 1.0
-    """Time between two heartbeats of a peer. Beyond 16 peers it grows by itself. A peer that misses three is lost.
+    """Time between two heartbeats of a peer. Beyond 24 peers it grows by itself. A peer that misses three is lost.
     Unit: seconds."""
     log_length: Annotated[int, Meta(ge=4, le=1024)] | UnsetType = UNSET
     """Versions of a shard that every peer keeps and can take back. After a longer network cut, the smaller side loses

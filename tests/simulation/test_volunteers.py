@@ -47,6 +47,7 @@ def test_volunteers_that_come_and_go_are_counted_while_they_are_there(monkeypatc
     found = measure(8, options([*TINY, "--seconds", "96", "--churn", "--mixed", "--unreachable", "0.1"]))
     assert (found["violations"], found["versions"] > 2, found["learners_share"] > 0.5) == (0, True, True)
     assert found["t50_s"] <= found["t99_s"] < 30.0
+    assert 1.0 < found["silence_most_s"] < 20.0
 
 
 def test_peers_that_went_before_they_had_a_commit_do_not_count() -> None:

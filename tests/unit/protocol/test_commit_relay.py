@@ -84,6 +84,7 @@ def test_a_peer_behind_a_slow_line_asks_for_half_of_its_weight() -> None:
 def in_tree(*, place: int) -> tuple[Stage, msg.CommitHeader, tuple[PeerId, ...]]:
     """This peer among 42, a commit of b's in whose tree it has this place, and the tree."""
     stage = Stage(B, *MANY, has_learner=False)
+    stage.wait(1.0)  # the last one is live, too
     for trial in range(1000):
         header = stage.commit(tokens(B, 0, 40), payload=digest(f"payload {trial}"))
         order = tree_order(head_of(header).id, B, weighted((A, B, *MANY)))

@@ -62,11 +62,11 @@ def test_at_its_heartbeat_it_asks_for_heads_that_stay_different() -> None:
     assert {to for to, _ in sent(stage.wait(2.0), msg.HeadsRequest)} == {B}
 
 
-MANY = tuple(PeerId(f"p{i:02}") for i in range(32))
+MANY = tuple(PeerId(f"p{i:02}") for i in range(48))
 
 
-@pytest.mark.parametrize(("peers", "interval_s"), [(16, 0.5), (24, 0.75), (32, 1.0)])
-def test_beyond_16_peers_it_beats_more_slowly(peers: int, interval_s: float) -> None:
+@pytest.mark.parametrize(("peers", "interval_s"), [(24, 0.5), (36, 0.75), (48, 1.0)])
+def test_beyond_24_peers_it_beats_more_slowly(peers: int, interval_s: float) -> None:
     """W1d: in proportion; each heartbeat says so."""
     stage = Stage(*MANY[:peers], has_learner=False)
     stage.wait(2.0)
