@@ -135,7 +135,7 @@ def test_who_waits_for_the_others_can_be_ended_and_who_has_no_state_does_not_wai
             waiting = swarm.launch("B", commands["B"])
             until(waiting, lambda waiting=waiting: printed(waiting, WAITING), what="one that waits")  # type: ignore[misc]
             waiting.process.send_signal(number)
-            assert ended(waiting, 10.0) == INTERRUPTED
+            assert ended(waiting, 15.0) == INTERRUPTED
         newcomer = swarm.launch("C", commands["B"])
         assert ended(newcomer) == NOBODY_THERE
         assert printed(newcomer, "none of the initial peers answers")

@@ -36,6 +36,17 @@ def test_a_commit_takes_what_its_bytes_need_on_an_idle_line(peers: int, tmp_path
     assert 1.0 <= found["bytes_most_over_mean"] < peers
 
 
+def test_a_picture_is_drawn_of_rows_that_are_there(tmp_path: Path) -> None:
+    """Without sizes nothing is measured; a row may lack a figure, as those of other versions do."""
+    row = {"t99_s": 2.0, "fork_share": 0.0, "bytes_most_over_mean": 1.5, "connections_most": 7}
+    for name, figures in (("before", {**row, "t99_s": None}), ("after", row)):
+        rows = [{"benchmark": volunteers.NAME, "settings": {"peers": n}, "figures": figures} for n in (8, 16)]
+        (tmp_path / name).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    words = ["--peers", "--json", str(tmp_path / "after"), "--beside", str(tmp_path / "before"), "--plot"]
+    assert volunteers.main([*words, str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_start_alone_is_measured_until_all_train() -> None:
     found = measure(8, options([*TINY, "--starts"]))
     assert (found["violations"], found["connections_most"]) == (0, 7)
@@ -72,6 +83,7 @@ def test_a_peer_that_keeps_commits_sends_only_its_own() -> None:
 
 def test_bad_options_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
+        ("--plot a.png", "--plot draws the rows of --json: name that file, too"),
         ("--peers 8 1", "--peers 1: a swarm has at least 2"),
         ("--shards 30", "--shards 30: use 1 to 24, or a multiple of 24"),
         ("--up nan", "--up nan: must be positive"),
