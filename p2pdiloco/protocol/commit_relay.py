@@ -93,8 +93,8 @@ def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: Commi
         ring = announcement_ring(head.id, order, place)
         after = ring.index(me) + 1
         listeners = {*(ring + ring)[after : after + ANNOUNCEMENTS]} - receivers
-    if place - 1 in bridges:  # each group hears of the head from all others
-        listeners.add(bridges[place - 1])
+    # Each group hears of the head from all others.
+    listeners.update(bridge for group, bridge in bridges.items() if (group + 1) % len(order) == place)
     told = {peer: reports.of(peer, shard) for peer in receivers | entries | listeners}
     has_it = {peer for peer, report in told.items() if report is not None and report.head == head.id}
     core.send(tuple(sorted(receivers - has_it)), Commit(header, None if root == header.owner else root))

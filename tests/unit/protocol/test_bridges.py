@@ -202,6 +202,18 @@ def test_a_peer_at_each_place_of_a_tree_tells_another_group(place: int) -> None:
     assert len(told(effects, msg.Heads) & FAR) == place - 1
 
 
+def test_also_few_peers_tell_all_other_groups() -> None:
+    """M7j: of a group of which all others have left, a peer told nobody, and who was connected to it alone heard late."""
+    stage = Stage(B, C, D, J, run=run_owned("bacdej", 2, 1), together=3, has_learner=False)
+    stage.take(stage.commit(*FIRST, tokens(E, 0, 40), tokens(J, 0, 40)))
+    sound = header_of(stage, given(stage, B, B, D, J), given(stage, C, C, E))
+    headers = (msgspec.structs.replace(sound, payload=digest(f"merged {i}")) for i in count())
+    bridges = stage.machine.core.participation.bridges
+    header = next(one for one in headers if bridges(SHARD, msg.commit_id(one)) == {1: J})
+    effects = stage.work(stage.hear(B, msg.Commit(header)) + stage.wait(6.0), ef.Apply)
+    assert told(effects, msg.Heads) == {J}
+
+
 def test_of_a_commit_that_was_asked_for_all_of_the_group_are_told() -> None:
     """M7j: it should have come unasked, so others may lack it, too. It is not sent, since they may have it."""
     stage = many(has_learner=False)
