@@ -203,7 +203,7 @@ def test_a_peer_at_each_place_of_a_tree_tells_another_group(place: int) -> None:
 
 
 def test_also_few_peers_tell_all_other_groups() -> None:
-    """M7j: of a group of which all others have left, a peer told nobody, and who was connected to it alone heard late."""
+    """M7j: the last peer of a group told nobody, and who was connected to it alone heard late."""
     stage = Stage(B, C, D, J, run=run_owned("bacdej", 2, 1), together=3, has_learner=False)
     stage.take(stage.commit(*FIRST, tokens(E, 0, 40), tokens(J, 0, 40)))
     sound = header_of(stage, given(stage, B, B, D, J), given(stage, C, C, E))
