@@ -36,7 +36,7 @@ demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, 
 TESTS := -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 # Processes on a busy machine miss deadlines. What fails is run again when nothing else runs; both results are told, and
 # a test may need that once: tests/second_runs.py.
-test: $(READY) ## everything that CI runs but lint (20 to 25 minutes); a test may need a second run once
+test: $(READY) ## everything that CI runs but lint (15 to 25 minutes); a test may need a second run once
 	@$(BIN)/python -m pytest $(TESTS) -m "not long" --durations=20 --junitxml=out/test.xml || { \
 	  status=$$?; [ $$status -eq 1 ] || exit $$status; \
 	  echo "a second run of what failed:"; $(BIN)/python -m pytest $(TESTS) -m "not long" --last-failed -p tests.second_runs; }
