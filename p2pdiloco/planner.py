@@ -204,7 +204,7 @@ def control_bytes_per_s(wanted: Wanted) -> float:
     """Return a peer's control traffic: heartbeats, and the announcements and answers of rounds.
 
     With many connections, heartbeats are sent less often; in large runs a peer is connected to few of the others."""
-    others = min(wanted.peers - 1, 2 * MOST_TOGETHER)
+    others = min(wanted.peers - 1, 2 * MOST_TOGETHER)  # its group, and as many bridges
     interval_s = wanted.heartbeat_s * max(1.0, others / BEAT_PEERS)
     shards = sum(map(len, wanted.fragments))
     return CONTROL_BYTES * others * (1 / interval_s + 2 * shards / (wanted.sync_every * wanted.step_s))

@@ -96,15 +96,17 @@ def volunteers(path: Path, lines: Mapping[str, Mapping[int, Mapping[str, Any]]])
     with figure(path, 2, 2, size=(11, 7)) as axes:
         sizes = sorted({peers for rows in lines.values() for peers in rows})
         for panel, (key, times, title) in zip(axes.flat, VOLUNTEERS, strict=True):
+            most = 1e-6
             for index, (name, rows) in enumerate(lines.items()):
                 points = [(n, times * rows[n][key]) for n in sorted(rows) if rows[n].get(key) is not None]
-                shade = OURS if index == len(lines) - 1 else OTHERS[index]
+                shade = OURS if index == len(lines) - 1 else OTHERS[index % len(OTHERS)]
                 if points:
+                    most = max(most, *(value for _, value in points))
                     panel.plot(*zip(*points, strict=True), "o-", color=shade, lw=2, ms=5, label=name)
             panel.set_xscale("log", base=2)
             panel.set_xticks(sizes, [f"{size:,}" for size in sizes])
             panel.minorticks_off()
-            panel.set_ylim(0.0, 1.1 * max(1e-6, *panel.dataLim.intervaly))
+            panel.set_ylim(0.0, 1.1 * most)
             panel.set_title(title, fontsize=11, loc="left")
         axes[0, 0].legend(fontsize=10, loc="upper left")
         for panel in axes[1]:

@@ -172,7 +172,7 @@ class Swarm:
         self.silent = dict[PeerId, float]()
         """Peers that fell silent, and when, until no peer of their group counts them as live."""
         self.silences = list[float]()
-        """For how many seconds the others were counted."""
+        """For how many seconds each of the others was still counted."""
         self.hidden = set[PeerId]()
         """Peers that nobody can dial."""
         self.hidden_share = max(1.0 - DIALABLE_SHARE, math.sqrt(options.unreachable))
@@ -255,7 +255,7 @@ class Swarm:
         self._go_later(new)
 
     def watch(self) -> None:
-        """Look who is no longer counted as live."""
+        """Note which silent peers are no longer counted as live."""
         awake = [one.machine.core.membership for one in self.world.processes.values() if not one.is_paused()]
         for name, since in list(self.silent.items()):
             if not any(name in membership.near for membership in awake):
@@ -285,7 +285,8 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
     def have_all_started() -> bool:
         return all(one.learner is not None and one.machine.core.is_current for one in world.processes.values())
 
-    def count_connections() -> bool:
+    def look() -> bool:
+        """Note what grows or passes meanwhile."""
         nonlocal connections
         connections = max(connections, *(len(process.links) for process in world.processes.values()))
         swarm.watch()
@@ -308,12 +309,12 @@ def measure(peers: int, options: argparse.Namespace) -> dict[str, float | None]:
         }
     if options.churn:
         swarm.begin_churn()
-    pass_time(world, world.now + WARM_S, f"{title}, warm-up", count_connections)
+    pass_time(world, world.now + WARM_S, f"{title}, warm-up", look)
     versions, forks, before_s = checks.versions, checks.forks, time.process_time()
     sent = {name: network.lines.uplink(name).sent for name in world.processes}
     network.is_measured, meter.payloads, meter.payloads_twice = True, 0, 0
     since, until = world.now, world.now + options.seconds
-    pass_time(world, until, title, count_connections)
+    pass_time(world, until, title, look)
     network.is_measured, payloads, twice = False, meter.payloads, meter.payloads_twice
     made, forks, cpu_s = checks.versions - versions, checks.forks - forks, time.process_time() - before_s
     sizes = [network.lines.uplink(name).sent - before for name, before in sent.items() if name in world.processes] or [
@@ -373,6 +374,13 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     found = parser.parse_args(argv)
     if found.plot is not None and found.json is None:
         parser.error("--plot draws the rows of --json: name that file, too")
+    if found.plot is None and (found.beside or not found.peers):
+        parser.error("--beside, and --peers without sizes, are for a plot: name its file (--plot)")
+    for path in found.beside:
+        if not path.is_file():
+            parser.error(f"--beside {path}: there is no such file")
+    if len({path.stem for path in (*found.beside, found.json) if path is not None}) <= len(found.beside) and found.plot:
+        parser.error("--beside: lines are named as their files, so these need names of their own")
     if min(found.peers, default=2) < 2:
         parser.error(f"--peers {min(found.peers)}: a swarm has at least 2")
     if found.shards < 1 or (found.shards > SYNC_EVERY and found.shards % SYNC_EVERY):

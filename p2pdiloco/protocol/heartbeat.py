@@ -67,9 +67,7 @@ class Heartbeats:
         """Handle the end of a connection, or a peer's goodbye. A peer that is shut out was not cut off, either."""
         membership, said_goodbye = self.core.membership, said_goodbye or peer in self._serving
         self._serving.discard(peer)
-        view = membership.peers.get(peer)
-        has_same = view is not None and view.beat is not None and view.beat.heads_mark == self.core.heads_mark
-        if said_goodbye and has_same and self.core.departure == "finished" and membership.has_finished(peer):
+        if said_goodbye and self.core.departure == "finished" and self._is_at_rest(peer):
             membership.partition_detector.at_rest.add(fingerprint(peer))
         parted = membership.connectivity.on_goodbye(peer) if said_goodbye else NOBODY
         if is_shut_out:
@@ -78,6 +76,13 @@ class Heartbeats:
         self.aggregation.forget(peer)
         self.replication.on_peers_lost((peer,))  # ``refresh`` reports only peers that were still live
         self.refresh(why, parted=parted)
+
+    def _is_at_rest(self, peer: PeerId) -> bool:
+        """Return whether a live peer reports that it has finished with this peer's heads."""
+        membership = self.core.membership
+        view = membership.peers.get(peer)
+        has_same = view is not None and view.beat is not None and view.beat.heads_mark == self.core.heads_mark
+        return has_same and peer in membership.live and membership.has_finished(peer)
 
     def on_heartbeat(self, peer: PeerId, beat: Heartbeat) -> None:
         """Handle a connected peer's heartbeat."""

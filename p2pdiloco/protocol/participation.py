@@ -88,7 +88,8 @@ class Participation:
         """Return the candidates in the order in which they may merge the shard's next version.
 
         With groups, the first peers of all groups come first: only its own group knows which peer of it that is, and
-        passes on what another one gets. Also one that is leaving does so, if no other peer of its group is here.
+        passes on what another one gets. A peer that leaves does so, too: while no other one of its group is connected
+        here, it keeps the turn of a group of which others contributed lately.
         """
         candidates, bits = self.candidates(shard), self._chains[shard].group_bits
         ranked = self._ranked(shard, candidates)
@@ -121,8 +122,7 @@ class Participation:
 
     def near(self, shard: ShardId) -> tuple[PeerId, ...]:
         """Return the live peers of this peer's group, sorted."""
-        is_divided, peers = self._chains[shard].group_bits > 0, self.peers(shard)
-        return tuple(peer for peer in peers if self.is_near(shard, peer)) if is_divided else peers
+        return tuple(peer for peer in self.peers(shard) if self.is_near(shard, peer))
 
     def bridges(self, shard: ShardId, text: str) -> dict[int, PeerId]:
         """Return a donor of each other group, drawn by ``text``: one that weighs as much as most donors, if there is

@@ -84,6 +84,9 @@ def test_a_peer_that_keeps_commits_sends_only_its_own() -> None:
 def test_bad_options_are_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     for words, told in (
         ("--plot a.png", "--plot draws the rows of --json: name that file, too"),
+        ("--peers", "--beside, and --peers without sizes, are for a plot: name its file (--plot)"),
+        ("--json b --plot a.png --beside /no/rows", "--beside /no/rows: there is no such file"),
+        (f"--json b/{Path(__file__).name} --plot a.png --beside {__file__}", "these need names of their own"),
         ("--peers 8 1", "--peers 1: a swarm has at least 2"),
         ("--shards 30", "--shards 30: use 1 to 24, or a multiple of 24"),
         ("--up nan", "--up nan: must be positive"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from stage import A, B, C, D, Stage, notes, only, sent
+from stage import BEAT, A, B, C, D, Stage, notes, only, sent
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -64,6 +65,19 @@ def test_who_left_at_the_runs_end_with_the_same_heads_was_not_cut_off(phase: str
         stage.says(peer, phase=phase, heads_mark=0 if is_same else 1)
     lose(stage, B, C, goodbye=True)
     assert missing(stage) == count
+
+
+def test_who_was_never_live_does_not_count_as_here_when_it_leaves() -> None:
+    """C6f: else one that connects with many keys, and leaves at once, hides that this peer was cut off."""
+    stage = Stage(B, C, D, has_learner=False)
+    lose(stage, B, C, D)
+    assert missing(stage) == 3
+    stage.machine.core.departure = "finished"
+    for peer in map(PeerId, ("k", "l", "m")):
+        stage.tell(ev.PeerConnected(peer))
+        stage.hear(peer, msgspec.structs.replace(BEAT, phase="done", heads_mark=stage.machine.core.heads_mark))
+        lose(stage, peer, goodbye=True)
+    assert missing(stage) == 3
 
 
 def test_those_who_are_lost_one_after_the_other_are_dead() -> None:
