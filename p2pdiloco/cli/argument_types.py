@@ -143,13 +143,13 @@ def up_budget(text: str) -> float | Literal["auto"] | None:
     return "auto" if text.lower() == "auto" else bytes_per_second(text)
 
 
-def relay_rate(text: str) -> float | None:
-    """As ``bytes_per_second``; 0 for ``off``. For argparse.
+def relay_rate(text: str) -> float | Literal["auto"] | None:
+    """As ``up_budget``; 0 for ``off``. For argparse.
 
     Raises:
         argparse.ArgumentTypeError: not a rate.
     """
-    return 0.0 if text.lower() == "off" else bytes_per_second(text)
+    return 0.0 if text.lower() == "off" else up_budget(text)
 
 
 # -- Durations ---------------------------------------------------------------------------------------------------------

@@ -128,10 +128,10 @@ def _add_relay(sub: argparse._ActionsContainer) -> None:
     sub.add_argument(
         "--relay",
         type=relay_rate,
-        default="50mbit",
+        default="auto",
         metavar="RATE|off",
         help="maximum rate for relaying between other peers that cannot connect, less if this peer's line leaves less; "
-        "none: no limit, off: do not relay (default: %(default)s)",
+        "auto: 50mbit, or a quarter of a faster line, none: no limit, off: do not relay (default: %(default)s)",
     )
 
 

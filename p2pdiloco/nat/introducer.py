@@ -77,7 +77,7 @@ class Introducer:
 
     def __init__(self, relays: int, room: int = PAIRS) -> None:
         self._places = relays
-        self.room = room
+        self.room = min(room, relays)
         """Number of relayed pairs for which there is room; the next ones only if they find no other relay."""
         # Pairs, asker first, that were refused for want of room, oldest first, and when.
         self._refused: dict[tuple[PeerId, PeerId], float] = {}

@@ -135,6 +135,11 @@ class RendezvousClient:
             self.attended = {peer: one for peer, one in self.attended.items() if peer in here}
             self._left = gone
 
+    def leave(self, point: PeerId) -> None:
+        """Do without the server ``point``, if this peer is registered there."""
+        if self.attended.pop(point, None) is not None and not self._asking[point]:
+            self._outside.disconnect(point, "registered elsewhere")
+
     def _connected(self) -> set[PeerId]:
         return {*self._transport.peers(), *self._outside.peers()}
 

@@ -19,6 +19,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Literal
 
 from msgspec import Struct
 
@@ -33,6 +34,7 @@ from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.transport.transport import Transport
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import encode
+from p2pdiloco.wire.directory_records import RELAYS
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 # -- Relay -------------------------------------------------------------------------------------------------------------
@@ -191,12 +193,14 @@ async def _ready(descriptor: int, *, writes: bool) -> None:
 
 log = logs.get("meeting")
 
-# Maximum number of concurrently relayed pairs, and for how many there is room while the line's rate is unknown.
-RELAYS, USUAL_RELAYS = 128, 64
+# Number of relayed pairs for which there is room while the line's rate is unknown.
+USUAL_RELAYS = 64
 # A relayed pair has two sockets and two pipes: six descriptors. All pairs together take half of the process's.
 PAIR_SHARE = 12
 # Share of the line that is relayed at least while it is used, however much this peer sends itself.
 LEAST_SHARE = 1 / 4
+# The largest budget by default, unless that share is more.
+USUAL_BYTES_PER_S = 50e6 / 8
 # Share of the budget that relayed pairs fill on average, beyond which others look for another relay: rounds are uneven.
 FULL = 1 / 2
 OPENING_S = 5.0
@@ -210,17 +214,18 @@ DIALS_AT_ONCE = 16
 BEGINNING = 96
 
 
-def relay_limits(most: float, line: float, own: float, peers: int) -> tuple[float, int]:
+def relay_limits(most: float | Literal["auto"], line: float, own: float, peers: int) -> tuple[float, int]:
     """Return the budget of a relay, and the number of pairs for which it has room.
 
     All rates are in bytes per second.
 
     Args:
-        most: largest budget.
+        most: largest budget; "auto": ``USUAL_BYTES_PER_S``, or ``LEAST_SHARE`` of the line if that is more.
         line: what the line carries upwards.
         own: what this peer sends itself on average, to its ``peers``; each of these sends as much.
     """
-    budget, pair = min(most, max(LEAST_SHARE * line, line - own)), 2.0 * own / max(1, peers)
+    least, pair = LEAST_SHARE * line, 2.0 * own / max(1, peers)
+    budget = min(max(USUAL_BYTES_PER_S, least) if most == "auto" else most, max(least, line - own))
     return budget, RELAYS if FULL * budget >= RELAYS * pair else int(FULL * budget / pair)
 
 
@@ -241,13 +246,13 @@ class _Line(Struct, eq=False):
 class RendezvousServer:
     """A rendezvous server on ``transport``.
 
-    bytes_per_s: limit of all relayed pairs together; None: unlimited; 0: no relaying.
+    bytes_per_s: limit of all relayed pairs together; "auto": as in ``relay_limits``; None: unlimited; 0: no relaying.
     """
 
-    def __init__(self, transport: Transport, bytes_per_s: float | None) -> None:
+    def __init__(self, transport: Transport, bytes_per_s: float | Literal["auto"] | None) -> None:
         self._transport = transport
         self._most = bytes_per_s
-        self.relay = Relay(bytes_per_s or None)
+        self.relay = Relay(USUAL_BYTES_PER_S if bytes_per_s == "auto" else bytes_per_s or None)
         self.introducer = Introducer(0 if bytes_per_s == 0 else relay_places(), USUAL_RELAYS)
         # Proves to a server that dials back that it has reached this peer and not another one.
         self.token = os.urandom(intro.TICKET_BYTES)
@@ -261,6 +266,11 @@ class RendezvousServer:
         transport.setup.takers[intro.OPENING[:1]] = self.serve_line
         transport.answer_requests(intro.Attend, self._answer_attend)
         transport.answer_requests(intro.Meet, self._answer_meet)
+
+    @property
+    def room(self) -> int:
+        """Number of relayed pairs for which there is room, those that are relayed now included."""
+        return self.introducer.room
 
     def follow_line(self, own: float, peers: int) -> None:
         """Relay no more than the line leaves, once its rate is known; ``relay_limits`` has the arguments.

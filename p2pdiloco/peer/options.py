@@ -41,9 +41,9 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Ask the router for a port that leads to the data port."""
     weight: Annotated[float, Meta(ge=0.0, le=1e12)] = 1.0
     """Share of ownership, in any unit that the peers of a run agree on (upload budget); 0: it never owns a shard."""
-    relay_bytes_per_s: Annotated[float, Meta(ge=0.0)] | None = 0.0
+    relay_bytes_per_s: Annotated[float, Meta(ge=0.0)] | Literal["auto"] | None = 0.0
     """Most bytes per second that this peer, if it can be dialled, relays for pairs that cannot connect. It relays less
-    if its line leaves less. 0: none; None: no limit."""
+    if its line leaves less. 0: none; None: no limit; "auto": 50 Mbit/s, or a quarter of the line if that is more."""
     up_bytes_per_s: Annotated[float, Meta(gt=0.0)] | Literal["auto"] | None = "auto"
     """What this peer may send at most, over all connections; None for no limit. Control traffic goes first. "auto":
     90 % of what the link is seen to carry (nothing is learned from connections on the same machine)."""

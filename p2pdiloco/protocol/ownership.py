@@ -24,11 +24,17 @@ EVALUATION_DUTY = -1
 def ranked_owners(run: RunId, shard: int, version: int, candidates: Candidates) -> tuple[PeerId, ...]:
     """Return the candidates in the order in which they may merge ``version`` of ``shard``; the first is the owner.
 
-    The share of versions that a candidate owns is its weight over the sum of weights. Weights must be positive.
+    The share of versions that a candidate owns is its weight over the sum of weights.
     """
+    return ranked(f"{run}/{shard}/{version}", candidates)
+
+
+def ranked(text: str, candidates: Candidates) -> tuple[PeerId, ...]:
+    """Return the candidates in an order that depends on ``text``: each is first with a chance that is its weight over
+    the sum of weights. Weights must be positive."""
     scored = []
     for peer, weight in candidates:
-        h = blake2b(f"{run}/{shard}/{version}/{peer}".encode(), digest_size=8)
+        h = blake2b(f"{text}/{peer}".encode(), digest_size=8)
         uniform = (int.from_bytes(h.digest(), "big") + 1) / (2**64 + 1)
         scored.append((-weight / log(uniform), peer))
     scored.sort(reverse=True)

@@ -2,8 +2,8 @@
 
 Rules of this file:
 1. Rendezvous servers dial this peer back. It counts as dialable if at least half of those that tried succeeded.
-2. Bootstraps are asked first, then dialable members. This peer is registered with at most POINTS servers, and replaces
-   one that is gone.
+2. Servers are drawn by the room that they have for relayed pairs (``drawn_points``). This peer is registered with the
+   first POINTS that answer, also when a better one comes later.
 3. The user is told the result in one sentence, and again when it changes.
 4. The router is asked to map a port if this machine has a private address and the user has announced no address.
 """
@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.nat.port_mapping import Lease, PortMapping
 from p2pdiloco.nat.rendezvous_client import POINTS, RendezvousClient
-from p2pdiloco.nat.rendezvous_server import RendezvousServer
+from p2pdiloco.nat.rendezvous_server import USUAL_RELAYS, RendezvousServer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.ownership import ranked
 from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.lookup_policy import KnownPoints, LookupPolicy
@@ -65,7 +66,7 @@ class Reachability:
         lookup: LookupPolicy,
         *,
         announced: Sequence[str],
-        relay_bytes_per_s: float | None,
+        relay_bytes_per_s: float | Literal["auto"] | None,
         maps_port: bool,
         payload_rate: Callable[[], tuple[float, int]] = lambda: (0.0, 0),
         troubles: dict[str, str] | None = None,
@@ -123,6 +124,7 @@ class Reachability:
             seen=self.client.observed_hosts,
             points=self.points,
             is_point=self.is_dialable is True,
+            room=self.server.room,
         )
 
     @property
@@ -204,30 +206,34 @@ class Reachability:
         while True:
             self.server.follow_line(*self._payload_rate())
             self.client.forget_disconnected()
-            for peer, where in (await self._candidates()).items():
-                is_attended = peer in self.client.attended
-                if len(self.client.attended) >= POINTS and not is_attended:
+            candidates = await self._candidates()
+            attended = len(self.client.attended.keys() - candidates.keys())
+            for peer, where in candidates.items():
+                if attended >= POINTS:
+                    self.client.leave(peer)
                     continue
-                if loop.time() - self._asked_at.get(peer, -RENEW_S) >= (RENEW_S if is_attended else PAUSE_S):
+                pause_s = RENEW_S if peer in self.client.attended else PAUSE_S
+                if loop.time() - self._asked_at.get(peer, -RENEW_S) >= pause_s:
                     self._asked_at[peer] = loop.time()
                     await self._attend(where, say)
+                attended += peer in self.client.attended
             await asyncio.sleep(LOOK_S)
 
     async def _candidates(self) -> dict[PeerId, list[str]]:
-        """Return the addresses of each rendezvous server, best first. Servers that are attended come first."""
+        """Return the addresses of each rendezvous server, best first."""
         offered: dict[PeerId, Sequence[str]] = {}
         records = await self._known_points.records(self.client.attended, asyncio.get_running_loop().time())
         for peer, body in list(records.items())[:ASKED]:
             with suppress(ValueError):
                 offered[peer] = decode_as(body, PointRecord).addresses
+        rooms = dict.fromkeys(offered, USUAL_RELAYS)
         for peer, record in self._known.records().items():
             if record.is_point:
                 offered.setdefault(peer, record.addresses)
-        found = {
-            peer: _addresses_with_id(texts, peer) for peer, texts in offered.items() if peer != self._transport.peer_id
-        }
-        attended = self.client.attended
-        return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in attended) if found[peer]}
+                rooms[peer] = record.room
+        rooms.pop(me := self._transport.peer_id, None)
+        found = {peer: _addresses_with_id(offered[peer], peer) for peer in drawn_points(me, rooms)}
+        return {peer: texts for peer, texts in found.items() if texts}
 
     async def _attend(self, where: Sequence[str], say: Callable[[str], None]) -> None:
         directory_port = next(
@@ -272,6 +278,14 @@ class Reachability:
                 "carrier's NAT, forwarding does not help)"
             )
         return f"{how} (the router maps its port {lease.port}, but connections to it fail)"
+
+
+def drawn_points(me: PeerId, rooms: Mapping[PeerId, int]) -> tuple[PeerId, ...]:
+    """Return rendezvous servers in an order that ``me`` draws: those with more room for relayed pairs sooner.
+
+    ``rooms``: numbers of pairs. They change with the servers' lines, so only their order of magnitude counts.
+    """
+    return ranked(me, tuple((peer, float(1 << room.bit_length())) for peer, room in sorted(rooms.items())))
 
 
 def _addresses_with_id(texts: Sequence[str], peer: PeerId) -> list[str]:

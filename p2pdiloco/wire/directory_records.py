@@ -52,6 +52,10 @@ class Envelope(Struct, frozen=True, kw_only=True):
     body: Annotated[bytes, Meta(max_length=BODY_LIMIT)] = b""
 
 
+RELAYS = 128
+"""Maximum number of pairs that one peer relays."""
+
+
 class RunRecord(Struct, frozen=True):
     """Directory record of a run."""
 
@@ -81,6 +85,8 @@ class PeerRecord(Struct, frozen=True):
     """Rendezvous servers through which the peer can be reached."""
     is_point: bool = False
     """Whether the peer can be dialled, so that it can serve as a rendezvous server."""
+    room: Annotated[int, Meta(ge=0, le=RELAYS)] = 0
+    """Number of pairs for which it can relay."""
 
 
 def peers_topic(run: RunId, group: str = "") -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import cast
@@ -27,7 +28,7 @@ from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.lookup_policy import LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.swarm.peer_manager import PeerManager
-from p2pdiloco.swarm.reachability import Reachability
+from p2pdiloco.swarm.reachability import Reachability, drawn_points
 from p2pdiloco.swarm.run_lookup import RunLookup, observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Observer, Transport
@@ -179,6 +180,46 @@ def test_a_member_relays_what_its_line_leaves(tmp_path: Path, monkeypatch: pytes
             keeping.cancel()
 
     asyncio.run(work())
+
+
+def test_a_peer_moves_to_the_points_that_it_draws_and_stays_where_none_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability_module, "LOOK_S", 0.01)
+    hubs = [PeerId(f"hub{number}") for number in range(5)]
+    order, silent = [*hubs[2:]], {hubs[1]}
+
+    async def work() -> None:
+        home = Member(Board(), "", tmp_path).reachability
+
+        async def candidates() -> dict[PeerId, list[str]]:
+            return {hub: [hub] for hub in order}
+
+        async def attend(where: Sequence[str], _: object) -> None:
+            if where[0] not in silent:
+                found = intro.Attended("192.0.2.1", 4100)
+                home.client.attended[PeerId(where[0])] = Registration(f"/ip4/192.0.2.1/tcp/1/p2p/{where[0]}", found)
+
+        monkeypatch.setattr(home, "_candidates", candidates)
+        monkeypatch.setattr(home, "_attend", attend)
+        monkeypatch.setattr(home.client, "forget_disconnected", lambda: None)
+        async with home:
+            keeping = asyncio.ensure_future(home.keep(lambda _: None))
+            await until(lambda: {*home.client.attended} == {*hubs[2:]})
+            order[:] = hubs  # two come that it prefers, of which one does not answer
+            await until(lambda: {*home.client.attended} == {hubs[0], hubs[2], hubs[3]})
+            await asyncio.sleep(0.05)
+            assert {*home.client.attended} == {hubs[0], hubs[2], hubs[3]}
+            keeping.cancel()
+
+    asyncio.run(work())
+
+
+def test_points_are_drawn_by_their_room() -> None:
+    rooms = {PeerId(f"slow{number}"): 4 for number in range(8)} | {PeerId(f"fast{number}"): 80 for number in range(2)}
+    first = Counter(drawn_points(PeerId(f"home{number}"), rooms)[0][:4] for number in range(1000))
+    assert first["fast"] / 1000 == pytest.approx(2 * 128 / (2 * 128 + 8 * 8), abs=0.05)
+    assert drawn_points(PeerId("home"), rooms) == drawn_points(PeerId("home"), {**rooms, PeerId("fast1"): 100})
 
 
 def test_who_asks_around_does_not_wait_for_those_who_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,27 @@ BUGS = (
         killed_by=(f"{_MEETING}::test_a_relay_keeps_to_its_budget_and_uses_it",),
     ),
     Bug(
+        name="points are drawn without their room",
+        module="p2pdiloco.swarm.reachability",
+        where="drawn_points",
+        old="float(1 << room.bit_length())",
+        new="1.0",
+        harm="relays behind slow lines are full while fast ones carry little",
+        killed_by=("tests/integration/test_whereabouts.py::test_points_are_drawn_by_their_room",),
+    ),
+    Bug(
+        name="a peer keeps the points that it had first",
+        module="p2pdiloco.swarm.reachability",
+        where="Reachability.keep",
+        old="self.client.leave(peer)",
+        new="pass",
+        harm="a peer is registered with ever more servers",
+        killed_by=(
+            "tests/integration/test_whereabouts.py::"
+            "test_a_peer_moves_to_the_points_that_it_draws_and_stays_where_none_answers",
+        ),
+    ),
+    Bug(
         name="whoever calls is followed",
         module="p2pdiloco.nat.rendezvous_client",
         where="RendezvousClient._answer_call",

@@ -122,6 +122,11 @@ def test_a_relay_follows_its_line(line: float, own: float, peers: int, budget: f
     assert found == (pytest.approx(budget * MBIT), pairs)
 
 
+@pytest.mark.parametrize(("line", "budget"), [(1000.0, 250.0), (200.0, 50.0), (100.0, 50.0), (20.0, 13.0), (8.0, 2.0)])
+def test_without_a_limit_of_the_users_a_fast_line_gives_a_quarter(line: float, budget: float) -> None:
+    assert relay_limits("auto", line * MBIT, 7.0 * MBIT, 63)[0] == pytest.approx(budget * MBIT)
+
+
 @pytest.mark.parametrize(("soft", "places"), [(256, 21), (1024, 85), (65536, RELAYS), (resource.RLIM_INFINITY, RELAYS)])
 def test_pairs_take_half_of_a_process_descriptors(monkeypatch: pytest.MonkeyPatch, soft: int, places: int) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
