@@ -1,15 +1,17 @@
-"""Relays in a simulated network: a peer that can be dialled joins the connections of two that cannot connect directly.
+"""The volunteers' network: ids and signatures have the sizes that they have outside of the simulator, and a peer that
+can be dialled joins the connections of two that cannot connect directly.
 
 Rules of this file, after nat/introducer.py and nat/rendezvous_server.py:
-1. A pair takes any living relay that has room, or, if none has, a free place, each as likely; without one it tries
-   again. In the product, one of the two must be registered with the relay, and each is registered with at most three.
-   Room and budget follow the relay's line from ``lines_known_at`` on, when it has measured that. Then it ends the pairs
-   beyond its room, the latest first, and these dial again.
+1. Each peer of a pair is registered with a few living relays (``drawn_points``), of which one that has room relays the
+   pair, or, if none has, one with a free place; without one the pair tries again. Room and budget follow the relay's
+   line from ``lines_known_at`` on, when it has measured that. Then it ends the pairs beyond its room, the latest first,
+   and these dial again.
 2. Both paths' delays add. A payload takes the relay's downlink, then its budget, in the order of arrival (it is paid
    for afterwards, and a payload is smaller than the largest turn), then its share of the relay's uplink. States, which
    are tiny here, and messages without a payload take only the delays.
 3. While a payload of a direction is at the relay, its source begins no other one: TCP's flow control holds it back.
-4. When the relay ends, its pairs break at once; when it falls silent, after DEAD_AFTER_S. Then they dial again.
+4. A payload's message goes with it, on the line and through relays.
+5. When the relay ends, its pairs break at once; when it falls silent, after DEAD_AFTER_S. Then they dial again.
 """
 
 from __future__ import annotations
@@ -18,10 +20,17 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from p2pdiloco.nat.rendezvous_server import RELAYS, USUAL_RELAYS, relay_limits
+import msgspec
+
+from p2pdiloco.nat.rendezvous_client import POINTS
+from p2pdiloco.nat.rendezvous_server import USUAL_BYTES_PER_S, USUAL_RELAYS, relay_limits
 from p2pdiloco.protocol.groups import group_bits
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES, Commit, Contribution, Message
+from p2pdiloco.swarm.reachability import drawn_points
 from p2pdiloco.transport.sockets import DEAD_AFTER_S
+from p2pdiloco.wire.directory_records import RELAYS
+from tests.machine_sim.integer_shards import Payload
 from tests.machine_sim.network import Delivery, Link, LinkQuality
 from tests.machine_sim.process import Process
 from tests.machine_sim.shared_link_network import Bandwidth, Parcel, SharedNetwork, on_the_line
@@ -29,8 +38,17 @@ from tests.machine_sim.world import World
 from tests.simulation.network import Key
 from tests.simulation.topologies import Pair, pair_of
 
-BUDGET_BYTES_PER_S = 50e6 / 8
-"""The default of ``--relay``: the largest budget."""
+LEARNER_BYTES = 61
+"""A learner's id: its peer's, a stroke and eight digits."""
+
+
+def body_bytes(message: Message) -> int:
+    """Return the bytes of a message with a payload, without it."""
+    size = len(msgspec.msgpack.encode(message))
+    if isinstance(message, Commit | Contribution):
+        signed = message.header.contributors if isinstance(message, Commit) else message.contributors
+        size += sum(LEARNER_BYTES - len(one.learner) + SIGNATURE_BYTES for one in signed)
+    return size
 
 
 class RelayedNetwork(SharedNetwork):
@@ -56,14 +74,28 @@ class RelayedNetwork(SharedNetwork):
         """Bytes of payloads that went over relays while ``is_measured``."""
         self._budget_at: dict[PeerId, float] = {}
         """When each relay's budget allows more."""
+        self._bodies: tuple[Message | None, int] = (None, 0)
+        """The last message that came with a payload, and its bytes: it goes to many."""
+
+    def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
+        if payload_bytes and self._bodies[0] is not message:
+            self._bodies = (message, body_bytes(message))
+        super()._send(link, message, payload, payload_bytes and payload_bytes + self._bodies[1])
+
+    def measure(self, message: Message, payload_bytes: int) -> None:
+        if not payload_bytes:
+            super().measure(message, 0)
+            return
+        self.control_bytes += self._bodies[1]
+        self.payload_bytes += payload_bytes - self._bodies[1]
 
     def limits(self, relay: PeerId) -> tuple[float, int]:
         """Return the budget of a relay, and the number of pairs for which it has room."""
         if self.world.now < self.lines_known_at:
-            return BUDGET_BYTES_PER_S, USUAL_RELAYS
+            return USUAL_BYTES_PER_S, USUAL_RELAYS
         line, peers = self._bandwidths[relay].up_bytes_per_s, len(self.world.processes)
         groups = 1 << group_bits(peers, self._together)
-        return relay_limits(BUDGET_BYTES_PER_S, line, self._own_bytes_per_s, peers // groups + groups - 2)
+        return relay_limits("auto", line, self._own_bytes_per_s, peers // groups + groups - 2)
 
     def make_room(self, _: object) -> None:
         """All relays know their lines now, and end the pairs for which they have no room."""
@@ -74,16 +106,21 @@ class RelayedNetwork(SharedNetwork):
     def _finds_path(self, pair: Pair) -> bool:
         if pair not in self.unreachable:
             return True
-        taken, living = Counter(self.relay_of.values()), self.world.processes
-        free = [
-            name
-            for name in sorted(self.relays & living.keys())
-            if taken[name] < RELAYS and not living[name].is_paused()
-        ]
-        roomy = [name for name in free if taken[name] < self.limits(name)[1]]
-        if free:
-            self.relay_of[pair] = self.world.random.choice(roomy or free)
-        return bool(free)
+        taken = Counter(self.relay_of.values())
+        asked = [relay for peer in pair for relay in self._points(peer) if taken[relay] < RELAYS]
+        roomy = [relay for relay in asked if taken[relay] < self.limits(relay)[1]]
+        for relay in (roomy or asked)[:1]:
+            self.relay_of[pair] = relay
+        return bool(asked)
+
+    def _points(self, peer: PeerId) -> tuple[PeerId, ...]:
+        """Return the relays with which a peer is registered; a relay's own record names none."""
+        if peer in self.relays:
+            return ()
+        living = {
+            name for name in self.relays & self.world.processes.keys() if not self.world.processes[name].is_paused()
+        }
+        return drawn_points(peer, {relay: self.limits(relay)[1] for relay in living})[:POINTS]
 
     def quality(self, key: Key) -> LinkQuality:
         relay = self.relay_of.get(pair_of(*key))
