@@ -93,6 +93,7 @@ class Reachability:
         )
         self.server = RendezvousServer(transport, relay_bytes_per_s)
         self.connector = ConnectFallback(transport, dialler, self.client)
+        self._told_room = self.server.room
         self._asked_at: dict[PeerId, float] = {}
         self._said = ""
         self._is_directory_told = False
@@ -124,7 +125,7 @@ class Reachability:
             seen=self.client.observed_hosts,
             points=self.points,
             is_point=self.is_dialable is True,
-            room=self.server.room,
+            room=self._told_room,
         )
 
     @property
@@ -205,6 +206,9 @@ class Reachability:
             self._start_port_mapping()
         while True:
             self.server.follow_line(*self._payload_rate())
+            # Records are sent to many: a new one if there is half as much room, or twice.
+            if not self._told_room < 2 * self.server.room < 4 * self._told_room:
+                self._told_room = self.server.room
             self.client.forget_disconnected()
             candidates = await self._candidates()
             attended = len(self.client.attended.keys() - candidates.keys())
@@ -283,9 +287,9 @@ class Reachability:
 def drawn_points(me: PeerId, rooms: Mapping[PeerId, int]) -> tuple[PeerId, ...]:
     """Return rendezvous servers in an order that ``me`` draws: those with more room for relayed pairs sooner.
 
-    ``rooms``: numbers of pairs. They change with the servers' lines, so only their order of magnitude counts.
+    ``rooms``: numbers of pairs.
     """
-    return ranked(me, tuple((peer, float(1 << room.bit_length())) for peer, room in sorted(rooms.items())))
+    return ranked(me, tuple((peer, 1.0 + room) for peer, room in sorted(rooms.items())))
 
 
 def _addresses_with_id(texts: Sequence[str], peer: PeerId) -> list[str]:
