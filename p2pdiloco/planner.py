@@ -3,9 +3,9 @@
 Rules of this file:
 1. Pure arithmetic. All peers and their links are alike. Utilisation comes from the public model of the DiLoCo family;
    bytes on the link and memory are counted.
-2. An exchange consists of a contribution to the owner, a commit from the owner to all, and three one-way trips
-   (announcement, contribution, commit). A fragment with fewer shards than peers has fewer owners, whose links are then
-   the bottleneck.
+2. An exchange consists of an announcement, a contribution to the owner, and a commit that goes down a tree to all. In
+   a large run each group merges its contributions first. A fragment with fewer shards than peers has fewer owners,
+   whose links are then the bottleneck.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Final
 
 import msgspec
 
-from p2pdiloco.protocol.groups import MOST_TOGETHER
+from p2pdiloco.protocol.commit_relay import FAN_OUT
+from p2pdiloco.protocol.groups import MOST_TOGETHER, group_bits
 from p2pdiloco.protocol.membership import BEAT_PEERS
 
 # -- Bandwidth model ---------------------------------------------------------------------------------------------------
@@ -121,6 +122,8 @@ DAY_S: Final = 86400.0
 PAYLOAD_SHARE: Final = 1448 / 1514
 # Bytes of a small message on the link (117 bytes measured, benchmarks/protocol/README.md, and 104 of headers).
 CONTROL_BYTES: Final = 220
+# Bytes of a commit for each contribution that it names (``python -m benchmarks.scale.signatures``).
+HEADER_BYTES: Final = 180
 # Memory of a node: bytes per parameter, and a constant (``python -m benchmarks.memory``).
 NODE_BYTES: Final = 9.0
 NODE_FIXED_BYTES: Final = 45e6
@@ -201,13 +204,13 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def control_bytes_per_s(wanted: Wanted) -> float:
-    """Return a peer's control traffic: heartbeats, and the announcements and answers of rounds.
+    """Return a peer's control traffic: heartbeats, the announcements and answers of rounds, and what commits name.
 
     With many connections, heartbeats are sent less often; in large runs a peer is connected to few of the others."""
     others = min(wanted.peers - 1, 2 * MOST_TOGETHER)  # its group, and as many bridges
     interval_s = wanted.heartbeat_s * max(1.0, others / BEAT_PEERS)
-    shards = sum(map(len, wanted.fragments))
-    return CONTROL_BYTES * others * (1 / interval_s + 2 * shards / (wanted.sync_every * wanted.step_s))
+    versions_per_s = sum(map(len, wanted.fragments)) / (wanted.sync_every * wanted.step_s)
+    return CONTROL_BYTES * others * (1 / interval_s + 2 * versions_per_s) + HEADER_BYTES * wanted.peers * versions_per_s
 
 
 def bytes_a_step(wanted: Wanted) -> float:
@@ -219,13 +222,42 @@ def bytes_a_step(wanted: Wanted) -> float:
 
 def exchange_s(wanted: Wanted, lines: PeerLines) -> float:
     """Return the seconds of an exchange of the largest fragment on otherwise idle links."""
-    shards = max(wanted.fragments, key=sum)
-    others, parameters = wanted.peers - 1, sum(shards)
+    shards, groups = max(wanted.fragments, key=sum), 1 << group_bits(wanted.peers)
+    members, parameters = math.ceil(wanted.peers / groups), sum(shards)
     owned = max(max(shards), parameters / wanted.peers)
-    up = parameters * wanted.up_bytes * others / wanted.peers + owned * wanted.down_bytes * others
-    down = max(owned * wanted.up_bytes * others, parameters * wanted.down_bytes)
-    bits = 8 / PAYLOAD_SHARE
-    return max(up * bits / lines.up_bits_per_s, down * bits / lines.down_bits_per_s) + 1.5 * lines.round_trip_s
+    turns, levels = commit_turns(members, groups)
+    up, down = (8 / PAYLOAD_SHARE / rate for rate in (lines.up_bits_per_s, lines.down_bits_per_s))
+    sent = parameters * (wanted.peers - 1) / wanted.peers
+    collected = wanted.up_bytes * max(sent * up, owned * (members - 1) * down)
+    of_groups = wanted.up_bytes * owned * max(up, (groups - 1) * down) if groups > 1 else 0.0
+    named = HEADER_BYTES * wanted.peers
+    relayed = max((wanted.down_bytes * owned + named) * turns * up, wanted.down_bytes * parameters * down)
+    trips = 2 + levels + (groups > 1)
+    return collected + of_groups + relayed + trips * lines.round_trip_s / 2
+
+
+def commit_turns(members: int, groups: int) -> tuple[int, int]:
+    """Return how many times one payload's time passes until all have a commit, and over how many hops the last gets it.
+
+    A peer sends to all of its children at once, so that all have it after as many times as these are. The root of a
+    group's tree sends to other groups, too (``protocol/commit_relay.py``).
+    """
+    entered, last = [(0, 0)], (0, 0)
+    for group in range(groups):
+        sent = _children(groups, group) + _children(members, 0)
+        entered += [(entered[group][0] + sent, entered[group][1] + 1)] * _children(groups, group)
+        here = [entered[group]]
+        for place in range(members):
+            turns, hops = here[place]
+            sending = _children(members, place) if place else sent
+            here += [(turns + sending, hops + 1)] * _children(members, place)
+        last = max(last, *here)
+    return last
+
+
+def _children(nodes: int, place: int) -> int:
+    """Return how many children a node of the tree has."""
+    return max(0, min(FAN_OUT, nodes - 1 - FAN_OUT * place))
 
 
 def make_plan(wanted: Wanted, lines: PeerLines) -> Forecast:

@@ -17,6 +17,7 @@ import msgspec
 
 from benchmarks import bench
 from p2pdiloco.peer.signatures import check_commit, signed
+from p2pdiloco.protocol.counted_tokens import TokenCounts, usual_prints
 from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, commit_id, signed_commit_bytes
 from p2pdiloco.transport.identity import Identity
@@ -67,6 +68,7 @@ def measure(contributors: int) -> dict[str, float]:
         result=PARENT,
         record=PARENT,
         factors=(100,) * contributors,
+        counts=TokenCounts(usual=tuple((one, 1) for one in sorted(usual_prints(one.peer_id for one in peers)))),
     )
     signature = peers[0].sign(signed_commit_bytes(commit_id(header)))
     check_ms = cpu_ms(lambda: check_commit(RUN, header, signature))

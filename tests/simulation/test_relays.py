@@ -10,6 +10,7 @@ from benchmarks.scale import relays, signatures, volunteers
 from benchmarks.scale.relays import body_bytes
 from benchmarks.scale.volunteers import Swarm, measure, options
 from p2pdiloco.nat.rendezvous_server import LEAST_SHARE
+from p2pdiloco.protocol.counted_tokens import TokenCounts
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Contributor, Leaving
 from p2pdiloco.transport.sockets import DEAD_AFTER_S
@@ -129,9 +130,11 @@ def test_pairs_stay_apart_while_all_places_are_taken(monkeypatch: pytest.MonkeyP
 def test_names_and_signatures_count_as_outside_of_the_simulator() -> None:
     contributors = tuple(Contributor(LearnerId(f"v{n:05}/1"), 0, 10**6, 0, 24, (), bytes(20)) for n in range(1000))
     digest = Digest("0" * 40)
-    header = CommitHeader(ShardId(0), 1, digest, 24, PeerId("v00000"), contributors, 10**9, digest, digest, digest)
-    real = signatures.measure(100)["header_kb"] * 10  # of keys, and with a factor each
-    assert body_bytes(Commit(header)) / 1e3 == pytest.approx(real, rel=0.04)
+    counts = TokenCounts(usual=tuple((2**63 + n, 1) for n in range(1000)))
+    start = (ShardId(0), 1, digest, 24, PeerId("v00000"), contributors, 10**9, digest, digest, digest)
+    header = CommitHeader(*start, counts=counts, factors=(100,) * 1000)
+    real = signatures.measure(100)["header_kb"] * 10
+    assert body_bytes(Commit(header)) / 1e3 == pytest.approx(real, rel=0.02)
 
 
 @pytest.mark.parametrize("words", [[], ["--no-relays"]])

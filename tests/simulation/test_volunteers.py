@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.scale import volunteers
 from benchmarks.scale.volunteers import Spread, Swarm, measure, options
+from p2pdiloco.planner import commit_turns
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Commit
@@ -59,6 +60,12 @@ def test_volunteers_that_come_and_go_are_counted_while_they_are_there(monkeypatc
     assert (found["violations"], found["versions"] > 2, found["learners_share"] > 0.5) == (0, True, True)
     assert found["t50_s"] <= found["t99_s"] < 30.0
     assert 1.0 < found["silence_most_s"] < 20.0
+
+
+def test_a_commit_is_everywhere_when_the_plan_says() -> None:
+    found, (turns, hops) = measure(16, options(["--shards", "4", "--seconds", "48"])), commit_turns(16, 1)
+    planned_s = turns * on_the_line(900_000) * 8 / 50e6 + 0.05 * hops
+    assert found["t99_s"] == pytest.approx(planned_s, rel=0.2)
 
 
 def test_peers_that_went_before_they_had_a_commit_do_not_count() -> None:

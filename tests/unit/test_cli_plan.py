@@ -10,7 +10,8 @@ import pytest
 from benchmarks.scale import plans
 from p2pdiloco.cli.main import main
 from p2pdiloco.cli.plan import describe_loss
-from p2pdiloco.planner import CODECS, PeerLines, Wanted, advise, exchange_s, make_plan
+from p2pdiloco.planner import CODECS, PeerLines, Wanted, advise, commit_turns, exchange_s, make_plan
+from p2pdiloco.protocol.commit_relay import children
 
 SMALL = Wanted(
     fragments=((500_000, 500_000),) * 24,
@@ -67,6 +68,37 @@ def test_a_fragment_of_one_shard_is_sent_to_all_by_one_owner() -> None:
     spread = msgspec.structs.replace(SMALL, peers=64, fragments=((15_625,) * 64,) * 24)
     near = msgspec.structs.replace(FAST, round_trip_s=0.0)
     assert exchange_s(alone, near) > 20 * exchange_s(spread, near)
+
+
+@pytest.mark.parametrize(("members", "groups"), [(2, 1), (5, 1), (6, 1), (40, 1), (32, 2), (30, 8), (33, 32)])
+def test_a_commit_takes_as_many_turns_as_in_the_trees_that_peers_compute(members: int, groups: int) -> None:
+    lasts = []
+    entered = {0: (0, 0)}
+    for group in range(groups):
+        entries = children((*range(groups),), group)
+        here = {0: entered[group]}
+        for place in range(members):
+            below = children((*range(members),), place)
+            turns, hops = here[place]
+            sent = (turns + len(below) + (0 if place else len(entries)), hops + 1)
+            here |= dict.fromkeys(below, sent)
+            entered |= {} if place else dict.fromkeys(entries, sent)
+        assert len(here) == members
+        lasts.append(max(here.values()))
+    assert len(entered) == groups
+    assert commit_turns(members, groups) == max(lasts)
+
+
+def test_a_large_run_is_planned_as_it_works() -> None:
+    """In groups, whose merges and commits take little longer than those of one; and commits name all learners."""
+    home = PeerLines(up_bits_per_s=50e6, down_bits_per_s=300e6, round_trip_s=0.1)
+    found = {
+        peers: make_plan(msgspec.structs.replace(SMALL, peers=peers, step_s=2.0), home) for peers in (5, 48, 64, 1024)
+    }
+    assert found[1024].exchange_s < 3 * found[64].exchange_s < 6 * found[48].exchange_s
+    assert found[48].is_on_time
+    names = 180 * (1024 - 64) * 48 / 24
+    assert found[1024].bytes_a_step - found[64].bytes_a_step == pytest.approx(names, rel=0.5)
 
 
 def test_the_command_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> None:
