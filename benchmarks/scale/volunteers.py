@@ -27,14 +27,14 @@ from benchmarks import bench
 from benchmarks.scale import plots
 from benchmarks.scale.relays import RelayedNetwork
 from benchmarks.scale.worlds import OVERLAP, STEP_S, SYNC_EVERY
-from p2pdiloco.peer.codec_selection import SLOW
+from p2pdiloco.peer.codec_selection import line_speed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.counted_tokens import TokenCounts, usual_prints
 from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import Commit
-from p2pdiloco.protocol.state import SLOW_LINE_WEIGHT, ProtocolConfig
+from p2pdiloco.protocol.state import LINE_WEIGHTS, ProtocolConfig
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting, Process
 from tests.machine_sim.shared_link_network import Bandwidth
@@ -195,7 +195,7 @@ class Swarm:
             step_s=STEP_S * (1.0 + 0.1 * self.random.random()),
             payload_bytes=given.payload,
             state_bytes=1000,
-            weight=SLOW_LINE_WEIGHT if self.need > SLOW * line.up_bytes_per_s else 1.0,
+            weight=LINE_WEIGHTS[line_speed(self.need / line.up_bytes_per_s)],
             keeps_commits=int((count + 1) * given.liars) > int(count * given.liars),
         )
         self.world.add(name, setting, at=self.world.now, is_founder=count == 0)

@@ -22,14 +22,24 @@ from typing import Literal
 from p2pdiloco.codec.bitrate_ladder import FAST_BYTES_PER_S, Rung, choose, downward
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.commit_relay import FAN_OUT
+from p2pdiloco.protocol.events import LineSpeed
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.protocol.view import MachineView
 
 Direction = Literal["up", "down"]
 
-SLOW, STILL_SLOW = 1 / 2, 1 / 3
-"""Shares of the line above which it is slow, and remains so."""
+SLOW, STILL_SLOW, STILL_FAST, FAST = 1 / 2, 1 / 3, 1 / 6, 1 / 8
+"""Shares of the line above which it is slow, and remains so; below which it remains fast, and is."""
+
+
+def line_speed(share: float, before: LineSpeed = "usual") -> LineSpeed:
+    """Return how fast a line is of which payloads fill this share.
+
+    A slow one delays the commits that its peer passes on."""
+    if share > (STILL_SLOW if before == "slow" else SLOW):
+        return "slow"
+    return "fast" if share < (STILL_FAST if before == "fast" else FAST) else "usual"
 
 
 class CodecChoice:
@@ -54,7 +64,7 @@ class CodecChoice:
         self._metrics = metrics
         self._rate = rate
         self._line = line
-        self.is_line_slow = False
+        self.line_speed: LineSpeed = "usual"
         """Result of ``judge_line``."""
 
     def choose(self, direction: Direction, shard: ShardId) -> Rung | None:
@@ -83,16 +93,15 @@ class CodecChoice:
         return self._schedule.sync_every * self._view.fastest_step_time_s()
 
     def judge_line(self, need: float) -> bool:
-        """Judge whether the line is slow: payloads fill more than half of it, which delays the commits that this peer
-        passes on. Return whether that changed.
+        """Judge how fast the line is. Return whether that changed.
 
         ``need``: bytes per second of payloads that a peer sends; 0: not known.
         """
         line = self._line()
         if line is None or not need:
             return False
-        was_slow, self.is_line_slow = self.is_line_slow, need > (STILL_SLOW if self.is_line_slow else SLOW) * line
-        return self.is_line_slow != was_slow
+        before, self.line_speed = self.line_speed, line_speed(need / line, self.line_speed)
+        return self.line_speed != before
 
     def record(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
         """Log a payload that was made: its bytes, and the relative error of its first chunk."""

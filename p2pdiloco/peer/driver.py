@@ -369,7 +369,7 @@ class Driver:
             if rung is not None:
                 self._codecs.record("up", effect.shard, rung, len(payload), error)
             if self._codecs.judge_line(self.payload_bytes_per_s()):
-                self.feed(ev.LineChanged(self._codecs.is_line_slow))
+                self.feed(ev.LineChanged(self._codecs.line_speed))
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
 
         self.submit(work, done, self._failure_handler("encode", effect.shard), shard=effect.shard)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from p2pdiloco.protocol.config import LONGEST_RUN, RunEnd
@@ -87,10 +89,13 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
     """Their fingerprints."""
 
 
-class LineChanged(msgspec.Struct, frozen=True, array_like=True, tag="line-changed"):
-    """This peer's line has become too slow for a full share of a swarm's commits, or is no longer."""
+LineSpeed = Literal["slow", "usual", "fast"]
 
-    is_slow: bool
+
+class LineChanged(msgspec.Struct, frozen=True, array_like=True, tag="line-changed"):
+    """This peer's line is too slow for a full share of a swarm's commits, or fast enough for more, or neither."""
+
+    speed: LineSpeed
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):

@@ -35,7 +35,7 @@ from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.rejected_commits import RejectedCommits
 from p2pdiloco.protocol.replication import Repair, Replication
 from p2pdiloco.protocol.shutdown import Shutdown
-from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
+from p2pdiloco.protocol.state import BEAT, LINE_WEIGHTS, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.view import MachineView
 
 # -- Invariants of one machine -----------------------------------------------------------------------------------------
@@ -248,12 +248,12 @@ class Machine:
 
     def _on_line_changed(self, event: ev.LineChanged) -> None:
         core = self.core
-        core.is_line_slow = event.is_slow
+        core.line_speed = event.speed
         if core.is_current:
             core.membership.owners.own_weight = core.weight
-        what = "takes up more than half of" if event.is_slow else "no longer fills"
-        share = "half as often as others" if event.is_slow else "as often as others again"
-        core.note("info", "line", f"what this peer has to send {what} its line: it owns versions {share}")
+        times = LINE_WEIGHTS[event.speed]
+        told = f"the line is {event.speed} for what this peer has to send: it asks for {times:g} times its weight"
+        core.note("info", "line", told)
 
     def _on_failed(self, event: ev.Failed) -> None:
         match event.work:

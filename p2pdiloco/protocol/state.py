@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from p2pdiloco.protocol.chain import NO_MARK, Chain
 from p2pdiloco.protocol.config import LEAD_ROUNDS, RANGE_ROUNDS, Limits, RunEnd, Sizes
 from p2pdiloco.protocol.effects import Effect, Note, Send
-from p2pdiloco.protocol.events import Mark
+from p2pdiloco.protocol.events import LineSpeed, Mark
 from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.membership import Membership
@@ -209,8 +210,9 @@ def mark_bits(head_id: Digest) -> int:
     return int(head_id[:15], 16)
 
 
-SLOW_LINE_WEIGHT = 0.5
-"""Share of its weight that a peer behind a slow line asks for: others then relay commits before it."""
+LINE_WEIGHTS: Mapping[LineSpeed, float] = {"slow": 0.5, "usual": 1.0, "fast": 2.0}
+"""Times of its weight for which a peer asks: peers behind fast lines own more versions, and relay commits before
+others."""
 
 
 class Core:
@@ -229,8 +231,8 @@ class Core:
         "has_heard_end",
         "heads_mark",
         "is_current",
-        "is_line_slow",
         "learner",
+        "line_speed",
         "longest_s",
         "membership",
         "now",
@@ -269,7 +271,7 @@ class Core:
         self.pace = StepClaimLimit(config.sync_every)
         self.is_current = False
         """Whether every shard has had a state."""
-        self.is_line_slow = False
+        self.line_speed: LineSpeed = "usual"
         """Whether this peer's line is too slow for a full share of commits."""
         self.has_heard_end = False
         """Whether a peer has said that the run is complete."""
@@ -282,7 +284,7 @@ class Core:
     @property
     def weight(self) -> float:
         """Return the weight in the selection of owners that this peer asks for."""
-        return self.config.weight * (SLOW_LINE_WEIGHT if self.is_line_slow else 1.0)
+        return self.config.weight * LINE_WEIGHTS[self.line_speed]
 
     def abandon(self, commit: Digest) -> None:
         """Go on without this commit and those that follow it."""

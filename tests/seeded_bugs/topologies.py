@@ -94,10 +94,10 @@ BUGS = (
         "others are not told of a slow line",
         "state",
         "Core.weight",
-        "SLOW_LINE_WEIGHT if self.is_line_slow else 1.0",
+        "LINE_WEIGHTS[self.line_speed]",
         "1.0",
         "peers behind slow lines own and relay as much as others, and all wait for them",
-        "test_commit_relay.py::test_a_peer_behind_a_slow_line_asks_for_half_of_its_weight",
+        "test_commit_relay.py::test_a_peer_asks_for_weight_by_its_line",
     ),
     _relay_bug(
         "who reports first is asked first",

@@ -87,10 +87,10 @@ def test_the_machine_is_told_of_a_slow_line_once(tmp_path: Path) -> None:
             ann = await stage.found()
             await stage.beside(has_learner=False)
             await stage.train(ann, 1.0, 1.0)
-            assert ev.LineChanged(is_slow=True) not in ann.events
+            assert ev.LineChanged("slow") not in ann.events
             ann.host.line_bytes_per_s = 1e-3
             await stage.train(ann, *[1.0] * 6)
-            assert ann.events.count(ev.LineChanged(is_slow=True)) == 1
+            assert ann.events.count(ev.LineChanged("slow")) == 1
             assert ann.machine.core.weight == 0.5
 
     act(story)
