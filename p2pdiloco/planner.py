@@ -239,18 +239,16 @@ def exchange_s(wanted: Wanted, lines: PeerLines) -> float:
 def commit_turns(members: int, groups: int) -> tuple[int, int]:
     """Return how many times one payload's time passes until all have a commit, and over how many hops the last gets it.
 
-    A peer sends to all of its children at once, so that all have it after as many times as these are. The root of a
-    group's tree sends to other groups, too (``protocol/commit_relay.py``).
+    Payloads go one after the other. The root of a group's tree sends to other groups first
+    (``protocol/commit_relay.py``).
     """
     entered, last = [(0, 0)], (0, 0)
     for group in range(groups):
-        sent = _children(groups, group) + _children(members, 0)
-        entered += [(entered[group][0] + sent, entered[group][1] + 1)] * _children(groups, group)
         here = [entered[group]]
+        to_groups = _children(groups, group)
+        entered += _sent(entered[group], 0, to_groups)
         for place in range(members):
-            turns, hops = here[place]
-            sending = _children(members, place) if place else sent
-            here += [(turns + sending, hops + 1)] * _children(members, place)
+            here += _sent(here[place], 0 if place else to_groups, _children(members, place))
         last = max(last, *here)
     return last
 
@@ -258,6 +256,12 @@ def commit_turns(members: int, groups: int) -> tuple[int, int]:
 def _children(nodes: int, place: int) -> int:
     """Return how many children a node of the tree has."""
     return max(0, min(FAN_OUT, nodes - 1 - FAN_OUT * place))
+
+
+def _sent(had: tuple[int, int], before: int, children: int) -> list[tuple[int, int]]:
+    """Return turns and hops of the children of a node that ``had`` it so, and sends to so many others before."""
+    turns, hops = had
+    return [(turns + before + child + 1, hops + 1) for child in range(children)]
 
 
 def make_plan(wanted: Wanted, lines: PeerLines) -> Forecast:

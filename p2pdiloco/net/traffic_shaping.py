@@ -2,20 +2,20 @@
 
 Two mechanisms keep the budget. The schedule in user space, in this module, is exact over all peers. Bulk data is handed
 to sockets at the budget's rate; control data is written at once and counted, so that bulk yields to it. The kernel's
-pacing per socket smooths the traffic, and limits it while this process is late. Each socket is paced at the peer's
-share of the budget plus PACING_HEADROOM. Late data can thus catch up, and the kernel's queues stay empty; control data
-would wait there behind bulk data.
+pacing per socket smooths the traffic, and limits it while this process is late. Each socket is paced at the budget plus
+PACING_HEADROOM. Late data can thus catch up, and the kernel's queues stay empty; control data would wait there behind
+bulk data.
 
 Rules of this file:
 1. The module is pure: time is a number; connections and peers are any hashable names.
 2. A turn writes at least TURN_BYTES and at most a chunk more. That is one or two tenths of a millisecond of encryption,
    so that incoming and outgoing control data waits no longer.
-3. Pacing follows the shares at most every REFRESH_S, and only when a rate has changed by more than PACING_STEP.
+3. Pacing follows the budget only when that has changed by more than PACING_STEP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from math import ceil
 from typing import Generic, TypeVar
 
@@ -94,8 +94,12 @@ def slice_bytes(bytes_per_s: float | None) -> int:
 # 1. The module is pure: time is a number; peers and members (connections) are any hashable names.
 # 2. The choice never depends on hash order: ties go to the peer that has waited longest.
 # 3. ``next`` chooses, ``charge`` counts. A choice that sends nothing is not charged.
+# 4. Payloads to several peers go one after the other, not side by side: so the first can pass a commit on when a fourth
+#    of the time has passed, and not all at the end. A peer that cannot send ends its turn.
 
 
+PEER_TURN_BYTES = 1 << 20
+"""What one peer gets before the next one's turn: a shard's payload in four bits, and 0.8 s on a line of 10 Mbit/s."""
 Member = TypeVar("Member", bound=Hashable)
 
 
@@ -121,6 +125,9 @@ class FairScheduler(Generic[Member]):
         """Peers with members that can send."""
         self._level = 0.0
         """Bytes served to the last chosen peer, before its turn."""
+        self._turn: _Peer[Member] | None = None
+        self._turn_ends = 0.0
+        """Bytes served to that peer when its turn ends."""
 
     def add(self, peer: Hashable, member: Member) -> None:
         """Record that ``member`` of ``peer`` can send."""
@@ -140,16 +147,20 @@ class FairScheduler(Generic[Member]):
 
     def forget(self, peer: Hashable) -> None:
         """Forget a peer."""
-        self._peers.pop(peer, None)
+        if (account := self._peers.pop(peer, None)) is not None:
+            account.members.clear()
         self._ready.pop(peer, None)
 
     def next(self, now: float) -> tuple[Member, int] | None:
         """Return the member to send next and its maximum bytes; None if none may send now."""
         if not self._ready or not self.total.is_ready(now):
             return None
-        chosen = min(self._ready.values(), key=lambda account: account.served)
-        self._level = chosen.served = max(self._level, chosen.served)
-        return next(iter(chosen.members)), slice_bytes(self.total.bytes_per_s)
+        turn = self._turn
+        if turn is None or not turn.members or turn.served >= self._turn_ends:
+            self._turn = turn = min(self._ready.values(), key=lambda account: account.served)
+            self._level = turn.served = max(self._level, turn.served)
+            self._turn_ends = turn.served + PEER_TURN_BYTES
+        return next(iter(turn.members)), slice_bytes(self.total.bytes_per_s)
 
     def next_at(self) -> float | None:
         """Return the earliest time at which ``next`` may have a result; None if no member can send."""
@@ -173,36 +184,19 @@ class FairScheduler(Generic[Member]):
             self._ready[peer] = account
 
 
-def pacing_rates(budget: float, recent: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Return the rate at which to pace each peer in ``recent``, which holds recent rates; all in bytes per second.
-
-    A peer gets its equal share of ``budget``, or all that the others leave.
-    """
-    if not recent:
-        return {}
-    used, share = sum(recent.values()), budget / len(recent)
-    return {peer: max(share, budget - (used - rate)) for peer, rate in recent.items()}
-
-
 # -- Traffic shaper ----------------------------------------------------------------------------------------------------
 # Combines the fair scheduler with the kernel's pacing.
 
 
 TURN_BYTES = 128 << 10
 """Bulk that is written in one turn of the event loop (benchmarks/notes.md, control under bulk)."""
-REFRESH_S = 0.02
-IDLE_REFRESHES = 50
-"""Refreshes without bulk data after which a peer is not counted in the shares."""
 PACING_HEADROOM = 1.25
-"""Times its share at which the kernel paces a peer. At 4 a request under bulk took 10 to 16 ms, because the receiver's
-socket fills (benchmarks/notes.md, control under bulk)."""
+"""Times the budget at which the kernel paces a socket. At 4 a request under bulk took 10 to 16 ms, because the
+receiver's socket fills (benchmarks/notes.md, control under bulk)."""
 PACING_STEP = 0.05
 PACING_LEAST = 1_000_000.0
 """Minimum pacing rate in bytes per second. The kernel's pacing delays control, too, so the schedule alone limits lower
 rates."""
-SMOOTHING = 0.3
-PASSED_LEAST_S = 0.001
-"""Minimum time between refreshes. Event loops count in milliseconds, so two refreshes may seem simultaneous."""
 
 Sender = TypeVar("Sender", bound=Hashable)
 
@@ -216,12 +210,6 @@ class Shaper(Generic[Sender]):
         """All connections, with their peers."""
         self._paced: dict[Sender, float | None] = {}
         self._news: dict[Sender, float | None] = {}
-        self._rates: dict[Hashable, float] = {}
-        """Recent rates of peers that sent bulk data recently, in bytes per second."""
-        self._quiet: dict[Hashable, int] = {}
-        self._counted: dict[Hashable, int] = {}
-        """Bulk bytes since the last refresh."""
-        self._refreshed_at = float("-inf")
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -230,12 +218,13 @@ class Shaper(Generic[Sender]):
     def set_budget(self, bytes_per_s: float | None, now: float) -> None:
         """Set the total rate in bytes per second; None: no limit."""
         self._shares.total.set_rate(bytes_per_s, now)
-        self._refresh(now)
+        for sender in self._senders:
+            self._pace(sender)
 
     def open(self, peer: Hashable, sender: Sender) -> None:
         """Add a connection. It is paced before it sends its first chunk."""
         self._senders[sender] = peer
-        self._pace(sender, self.bytes_per_s)
+        self._pace(sender)
 
     def close(self, sender: Sender) -> None:
         """Remove a connection."""
@@ -247,8 +236,6 @@ class Shaper(Generic[Sender]):
         self._shares.remove(peer, sender)
         if peer not in self._senders.values():
             self._shares.forget(peer)
-            for counts in (self._rates, self._quiet, self._counted):
-                counts.pop(peer, None)
 
     def ready(self, sender: Sender) -> None:
         """Record that ``sender`` has bulk data and may be able to write it."""
@@ -269,11 +256,7 @@ class Shaper(Generic[Sender]):
 
     def wrote(self, sender: Sender, count: int, now: float) -> None:
         """Record that ``sender`` wrote ``count`` bytes of bulk data in its turn."""
-        peer = self._senders[sender]
-        self._shares.charge(peer, sender, count, now)
-        self._counted[peer] = self._counted.get(peer, 0) + count
-        if self.bytes_per_s is not None and now - self._refreshed_at >= REFRESH_S:
-            self._refresh(now)
+        self._shares.charge(self._senders[sender], sender, count, now)
 
     def cannot(self, sender: Sender) -> None:
         """Record that ``sender`` cannot write until it is ready again."""
@@ -288,25 +271,9 @@ class Shaper(Generic[Sender]):
         news, self._news = self._news, {}
         return news
 
-    def _refresh(self, now: float) -> None:
-        """Measure the peers' recent rates, and pace their sockets accordingly."""
-        passed_s = max(now - self._refreshed_at, PASSED_LEAST_S)
-        self._refreshed_at = now
-        for peer in set(self._rates) | set(self._counted):
-            count = self._counted.get(peer, 0)
-            self._quiet[peer] = 0 if count else self._quiet.get(peer, 0) + 1
-            old = self._rates.get(peer, 0.0)
-            self._rates[peer] = old + SMOOTHING * (count / passed_s - old)
-            if self._quiet[peer] > IDLE_REFRESHES:
-                del self._rates[peer], self._quiet[peer]
-        self._counted.clear()
+    def _pace(self, sender: Sender) -> None:
         budget = self.bytes_per_s
-        shares = pacing_rates(budget, self._rates) if budget is not None else {}
-        for sender, peer in self._senders.items():
-            self._pace(sender, shares.get(peer, budget))
-
-    def _pace(self, sender: Sender, share: float | None) -> None:
-        rate = max(PACING_LEAST, share * PACING_HEADROOM) if share is not None else None
+        rate = None if budget is None else max(PACING_LEAST, budget * PACING_HEADROOM)
         old = self._paced.get(sender)
         is_same = rate is old if rate is None or old is None else abs(rate - old) <= PACING_STEP * old
         if not is_same:

@@ -81,28 +81,37 @@ def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: Commi
         weights.setdefault(root, 0.0)
     order = tree_order(head.id, root, tuple(sorted(weights.items())))
     place, bridges = order.index(me), participation.bridges(shard, commit)
-    receivers, entries, listeners = set[PeerId](), set[PeerId](), set[PeerId]()
-    if root is not None:
-        receivers.update(children(order, place))
+    receivers = _inner_first(order, place) if root is not None else []
+    entries, listeners = tuple[PeerId, ...](), set[PeerId]()
     if me == root:
         listeners |= participation.newcomers(shard)
-        entries |= _entries(core, commit, header, bridges)
+        entries = _entries(core, commit, header, bridges)
     elif root is None:
         listeners |= near - {me}
     elif len(order) > FAN_OUT + 1:
         ring = announcement_ring(head.id, order, place)
         after = ring.index(me) + 1
-        listeners = {*(ring + ring)[after : after + ANNOUNCEMENTS]} - receivers
+        listeners = {*(ring + ring)[after : after + ANNOUNCEMENTS]}.difference(receivers)
     # Each group hears of the head from all others.
     listeners.update(bridge for group, bridge in bridges.items() if (group + 1) % len(order) == place)
-    told = {peer: reports.of(peer, shard) for peer in receivers | entries | listeners}
+    told = {peer: reports.of(peer, shard) for peer in (*receivers, *entries, *listeners)}
     has_it = {peer for peer, report in told.items() if report is not None and report.head == head.id}
-    core.send(tuple(sorted(receivers - has_it)), Commit(header, None if root == header.owner else root))
-    core.send(tuple(sorted(entries - has_it)), Commit(header))
-    core.send(tuple(sorted(listeners - entries - has_it)), Heads((head,), core.step))
+    # Payloads go one after the other: first to groups, then to children that have others below them.
+    core.send(tuple(peer for peer in entries if peer not in has_it), Commit(header))
+    core.send(
+        tuple(peer for peer in receivers if peer not in has_it), Commit(header, None if root == header.owner else root)
+    )
+    core.send(tuple(sorted(listeners.difference(entries, has_it))), Heads((head,), core.step))
 
 
-def _entries(core: Core, commit: Digest, header: CommitHeader, bridges: Mapping[int, PeerId]) -> set[PeerId]:
+def _inner_first(order: tuple[PeerId, ...], place: int) -> list[PeerId]:
+    """Return the children of ``place``, those first that have children themselves."""
+    found = children(order, place)
+    inner = [peer for peer in found if children(order, order.index(peer))]
+    return [*inner, *sorted(set(found) - set(inner))]
+
+
+def _entries(core: Core, commit: Digest, header: CommitHeader, bridges: Mapping[int, PeerId]) -> tuple[PeerId, ...]:
     """Return the peers at which a commit comes into further groups. These are a tree, too, below that of the owner.
 
     ``bridges``: a peer of each other group.
@@ -110,4 +119,4 @@ def _entries(core: Core, commit: Digest, header: CommitHeader, bridges: Mapping[
     bits, participation = core.chains[header.shard].group_bits, core.participation
     first, own = (participation.group(header.shard, peer) for peer in (header.owner, core.config.peer))
     order = (first, *(group for group in drawn_groups(commit, bits) if group != first))
-    return {bridges[group] for group in children(order, order.index(own)) if group in bridges}
+    return tuple(bridges[group] for group in children(order, order.index(own)) if group in bridges)

@@ -9,11 +9,12 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from p2pdiloco.net.traffic_shaping import PEER_TURN_BYTES
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Contribution, Message
 from tests.machine_sim.integer_shards import Payload
@@ -152,8 +153,8 @@ class SharedNetwork(Network):
 
 # -- One uplink and one downlink for each peer, shared by all of its connections, as homes and sites have --------------
 # Rules of this file:
-# 1. Connections with bulk share an uplink equally, byte by byte; one parcel of a connection goes at a time, the most
-#    urgent first (``net/traffic_shaping.py``, ``net/send_queue.py``).
+# 1. Connections with bulk take turns of a parcel, or PEER_TURN_BYTES of a larger one: that which was served least. Of a
+#    connection, the most urgent parcel goes first (``net/traffic_shaping.py``, ``net/send_queue.py``).
 # 2. Control does not wait for bulk, only for control; bulk pays for the bytes.
 # 3. A downlink takes what comes in the order in which it comes, at its own rate.
 # 4. Pure: time is a number, connections are any objects; what is to happen later goes through ``schedule``.
@@ -187,24 +188,27 @@ class Parcel(msgspec.Struct, gc=False):
     leaves: Callable[[Any], None]
     """Called with the argument when the last byte has left."""
     argument: Any
-    is_begun: bool = False
+    left: float = 0.0
+    """Bytes that have not left yet, once it is begun."""
 
 
 class Uplink:
-    """One peer's. Bulk is served in equal shares: while n connections have some, each gets an n-th of the rate, so it
-    is enough to count what *one* of them was served."""
+    """One peer's."""
 
     __slots__ = (
         "_at",
+        "_begun",
         "_bytes_per_s",
         "_control_at",
         "_count",
         "_due",
-        "_going",
         "_held",
+        "_level",
         "_owed",
         "_schedule",
         "_served",
+        "_turn",
+        "_turn_left",
         "_waiting",
         "sent",
     )
@@ -215,18 +219,23 @@ class Uplink:
         self.sent = 0.0
         """Bytes that have left; control as soon as it was put."""
         self._at = 0.0
-        self._served = 0.0
-        """Bytes of bulk for each connection that has some."""
         self._owed = 0.0
         """Control bytes that bulk has not paid for."""
         self._control_at = 0.0
         """When the control that was put has left."""
-        self._going: list[tuple[float, int, Hashable, Parcel]] = []
-        """A heap: what will have been served when the parcel has left; one parcel a connection."""
+        self._served: dict[Hashable, tuple[float, int]] = {}
+        """Bytes of bulk that each connection was served, and its place behind those that were served as much."""
+        self._level = 0.0
+        """What the last one was served before its turn: no other may have saved up more."""
+        self._begun: dict[Hashable, Parcel] = {}
+        """One parcel a connection."""
         self._waiting: dict[Hashable, list[tuple[float, int, Parcel]]] = {}
-        """A heap a connection, by urgency, for all connections in ``_going`` or ``_held``."""
+        """A heap a connection, by urgency."""
         self._held: set[Hashable] = set()
         """Connections of which no parcel begins."""
+        self._turn: Hashable | None = None
+        """The connection whose parcel goes now."""
+        self._turn_left = 0.0
         self._count = 0
         self._due = float("inf")
         """When ``_look`` was asked for."""
@@ -241,77 +250,74 @@ class Uplink:
 
     def put(self, connection: Hashable, parcel: Parcel, now: float, urgency: float = 0.0) -> bool:
         """Queue a parcel; lower ``urgency`` goes first. False: too much waits on this connection."""
-        waiting = self._waiting.get(connection)
+        waiting = self._waiting.setdefault(connection, [])
         self._advance(now)
-        self._count += 1
-        if waiting is None:
-            self._waiting[connection] = []
-            self._begin(connection, parcel)
-        elif sum(other.size for _, _, other in waiting) + parcel.size > OUTBOX_BYTES:
+        if sum(other.size for _, _, other in waiting) + parcel.size > OUTBOX_BYTES:
             return False
-        else:
-            heappush(waiting, (urgency, self._count, parcel))
+        self._count += 1
+        heappush(waiting, (urgency, self._count, parcel))
+        self._served.setdefault(connection, (0.0, self._count))
         self._look_later(now)
         return True
 
     def waiting(self, connection: Hashable) -> list[Parcel]:
         """What is to go over the connection and is not begun."""
-        return [parcel for _, _, parcel in self._waiting.get(connection, ())]
+        return [parcel for _, _, parcel in sorted(self._waiting.get(connection, ()))]
 
     def clear(self, connection: Hashable, now: float) -> list[Parcel]:
         """The connection is gone: what was to go over it, which takes no more of the line."""
         self._held.discard(connection)
-        if connection not in self._waiting:
-            return []
         self._advance(now)
-        left = [parcel for _, _, parcel in sorted(self._waiting.pop(connection))]
-        left += [parcel for _, _, other, parcel in self._going if other is connection]
-        self._going = [entry for entry in self._going if entry[2] is not connection]
-        heapify(self._going)
+        left = self.waiting(connection)
+        left += [self._begun.pop(connection)] if connection in self._begun else []
+        self._waiting.pop(connection, None)
+        self._served.pop(connection, None)
+        if self._turn is connection:
+            self._turn = None
         self._look_later(now)
         return left
 
     def hold(self, connection: Hashable) -> None:
         """Begin no parcel of the connection until ``release``."""
         self._held.add(connection)
-        self._waiting.setdefault(connection, [])
 
     def release(self, connection: Hashable, now: float) -> None:
         """End ``hold``."""
         if connection in self._held:
             self._held.discard(connection)
             self._advance(now)
-            if all(other is not connection for _, _, other, _ in self._going):
-                self._begin_next(connection)
-                self._look_later(now)
-
-    def _begin_next(self, connection: Hashable) -> None:
-        waiting = self._waiting[connection]
-        if waiting:
-            self._count += 1
-            self._begin(connection, heappop(waiting)[2])
-        else:
-            del self._waiting[connection]
-
-    def _begin(self, connection: Hashable, parcel: Parcel) -> None:
-        parcel.is_begun = True
-        heappush(self._going, (self._served + parcel.size, self._count, connection, parcel))
+            self._look_later(now)
 
     def _advance(self, now: float) -> None:
         able = (now - self._at) * self._bytes_per_s
         self._at = now
         paid = min(self._owed, able)
         self._owed -= paid
-        if self._going:
-            self._served += (able - paid) / len(self._going)
+        if self._turn is not None:
+            self._begun[self._turn].left -= able - paid
+            self._turn_left -= able - paid
 
     def _look_later(self, now: float) -> None:
-        if self._going:
-            left = max(0.0, self._going[0][0] - self._served)
-            at = now + (left * len(self._going) + self._owed) / self._bytes_per_s
+        if self._turn is None:
+            self._next_turn()
+        if self._turn is not None:
+            left = max(0.0, min(self._begun[self._turn].left, self._turn_left))
+            at = now + (left + self._owed) / self._bytes_per_s
             if at < self._due:
                 self._due = at
                 self._schedule(at, self._look, at)
+
+    def _next_turn(self) -> None:
+        able = {one for one, waiting in self._waiting.items() if waiting and one not in self._held} | self._begun.keys()
+        if not able:
+            return
+        self._turn = turn = min(able, key=self._served.__getitem__)
+        if turn not in self._begun:
+            parcel = self._begun[turn] = heappop(self._waiting[turn])[2]
+            parcel.left = parcel.size
+        self._level, self._turn_left = max(self._level, self._served[turn][0]), PEER_TURN_BYTES
+        self._count += 1
+        self._served[turn] = (self._level + min(self._begun[turn].left, PEER_TURN_BYTES), self._count)
 
     def _look(self, due: float) -> None:
         """Something may have left. If bulk was put meanwhile, it has not yet."""
@@ -319,16 +325,15 @@ class Uplink:
             return
         self._due = float("inf")
         self._advance(due)
-        left = []
-        while self._going and self._going[0][0] <= self._served + ROUNDING:
-            _, _, connection, parcel = heappop(self._going)
-            left.append(parcel)
-            self.sent += parcel.size
-            if connection not in self._held:
-                self._begin_next(connection)
+        turn, left = self._turn, None
+        if turn is not None and self._begun[turn].left <= ROUNDING:
+            left = self._begun.pop(turn)
+            self.sent += left.size
+        if turn is not None and (left is not None or self._turn_left <= ROUNDING):
+            self._turn = None
         self._look_later(due)
-        for parcel in left:
-            parcel.leaves(parcel.argument)
+        if left is not None:
+            left.leaves(left.argument)
 
 
 class Lines:

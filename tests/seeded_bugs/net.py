@@ -87,6 +87,15 @@ BUGS = (
         ),
     ),
     Bug(
+        name="payloads to several peers go side by side",
+        module="p2pdiloco.net.traffic_shaping",
+        where="FairScheduler.next",
+        old="turn.served >= self._turn_ends",
+        new="True",
+        harm="no child of a commit's tree has it before all have: at 256 peers it takes half as long again",
+        killed_by=("tests/unit/test_net_budget.py::test_payloads_to_several_peers_go_one_after_the_other",),
+    ),
+    Bug(
         name="whoever calls is followed",
         module="p2pdiloco.nat.rendezvous_client",
         where="RendezvousClient._answer_call",

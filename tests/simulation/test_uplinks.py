@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from p2pdiloco.net.traffic_shaping import PEER_TURN_BYTES
 from tests.machine_sim.report import simulate
 from tests.machine_sim.shared_link_network import Parcel, Uplink
 
@@ -46,11 +47,24 @@ def uplink(hours: Hours) -> Uplink:
     return Uplink(100.0, hours.schedule)
 
 
-def test_connections_share_an_uplink_equally(hours: Hours, uplink: Uplink) -> None:
-    for name, size in (("a", 100.0), ("b", 100.0), ("c", 200.0)):
+def test_connections_take_turns_of_a_parcel(hours: Hours, uplink: Uplink) -> None:
+    for name, size in (("a", 200.0), ("b", 100.0), ("a", 100.0), ("c", 100.0)):
         uplink.put(name, hours.parcel(size, name), 0.0)
+    hours.pass_until(2.5)
+    uplink.put("b", hours.parcel(100.0, "b"), 2.5)
     hours.pass_until(10.0)
-    assert hours.left == [("a", 3.0), ("b", 3.0), ("c", 4.0)]
+    assert hours.left == [("a", 2.0), ("b", 3.0), ("c", 4.0), ("b", 5.0), ("a", 6.0)]
+
+
+def test_a_large_parcel_waits_for_others_after_each_turn(hours: Hours) -> None:
+    """A state, say."""
+    uplink = Uplink(PEER_TURN_BYTES, hours.schedule)
+    uplink.put("a", hours.parcel(2.5 * PEER_TURN_BYTES, "state"), 0.0)
+    hours.pass_until(0.5)
+    for _ in range(2):
+        uplink.put("b", hours.parcel(0.5 * PEER_TURN_BYTES, "commit"), 0.5)
+    hours.pass_until(10.0)
+    assert hours.left == [("commit", 1.5), ("commit", 2.0), ("state", 3.5)]
 
 
 def test_parcels_of_one_connection_go_one_by_one_the_urgent_first(hours: Hours, uplink: Uplink) -> None:
@@ -77,7 +91,7 @@ def test_what_waits_for_a_broken_connection_takes_nothing_of_the_line(hours: Hou
     hours.pass_until(1.0)
     assert [parcel.argument for parcel in uplink.clear("b", 1.0)] == ["more", "b"]
     hours.pass_until(10.0)
-    assert hours.left == [("a", 1.5)]
+    assert hours.left == [("a", 1.0)]
     assert uplink.clear("b", 10.0) == []
 
 
@@ -89,7 +103,7 @@ def test_a_connection_that_is_held_begins_nothing(hours: Hours, uplink: Uplink) 
     hours.pass_until(10.0)
     uplink.release("a", 10.0)
     hours.pass_until(20.0)
-    assert hours.left == [("begun", 2.0), ("other", 3.0), ("next", 11.0), ("last", 12.0)]
+    assert hours.left == [("begun", 1.0), ("other", 3.0), ("next", 11.0), ("last", 12.0)]
     uplink.hold("a")
     uplink.put("a", hours.parcel(100.0, "lost"), 20.0)
     assert [parcel.argument for parcel in uplink.clear("a", 21.0)] == ["lost"]

@@ -78,11 +78,13 @@ def test_a_commit_takes_as_many_turns_as_in_the_trees_that_peers_compute(members
         entries = children((*range(groups),), group)
         here = {0: entered[group]}
         for place in range(members):
-            below = children((*range(members),), place)
             turns, hops = here[place]
-            sent = (turns + len(below) + (0 if place else len(entries)), hops + 1)
-            here |= dict.fromkeys(below, sent)
-            entered |= {} if place else dict.fromkeys(entries, sent)
+            sent = [*(() if place else (("group", one) for one in entries)), *children((*range(members),), place)]
+            for turn, one in enumerate(sent, start=turns + 1):
+                if isinstance(one, tuple):
+                    entered[one[1]] = (turn, hops + 1)
+                else:
+                    here[one] = (turn, hops + 1)
         assert len(here) == members
         lasts.append(max(here.values()))
     assert len(entered) == groups
