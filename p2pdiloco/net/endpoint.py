@@ -549,7 +549,7 @@ class Endpoint:
                 continue
             yield chosen, piece
             count = len(piece.head) + len(piece.chunk)
-            shaper.wrote(chosen, count, context.now)
+            shaper.wrote(chosen, count, context.now, ends_turn=piece.ends_turn)
             if shaper.has_news:
                 self._emit_pacing()
             written += count

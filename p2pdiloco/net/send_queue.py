@@ -41,6 +41,8 @@ GROUP = 16
 GROUP_BYTES = 8 << 20
 """Bytes left in streams that take turns. Payloads of 64 MiB in 16 turns would make the receiver touch a GiB of fresh
 pages (measured: 1.7 times the CPU)."""
+URGENT = 0.0
+"""Priority of payloads that others wait for: contributions and commits."""
 BATCH_BYTES = 64 << 10
 """Small control frames are joined up to this many bytes."""
 
@@ -52,6 +54,8 @@ class Slice(NamedTuple):
 
     head: bytes
     chunk: memoryview
+    ends_turn: bool = False
+    """Whether other peers' payloads go next: a payload has ended, or it is not urgent."""
 
 
 class _Stream(Struct, eq=False):
@@ -203,8 +207,8 @@ class SendQueue:
             return Slice(self._join_control(), NOTHING)
         starts = self._announce()
         if bulk_bytes > 0 and self._open:
-            header, chunk = self._next_chunk(min(bulk_bytes, self._chunk_bytes))
-            return Slice(starts + header, chunk)
+            header, chunk, ends_turn = self._next_chunk(min(bulk_bytes, self._chunk_bytes))
+            return Slice(starts + header, chunk, ends_turn)
         if starts:
             return Slice(starts, NOTHING)
         if self._parting is not None and not self._streams:
@@ -245,8 +249,8 @@ class SendQueue:
                 self._forget(stream)
         return b"".join(starts)
 
-    def _next_chunk(self, most: int) -> tuple[bytes, memoryview]:
-        """Return header and data of the next chunk. At least one stream must be open."""
+    def _next_chunk(self, most: int) -> tuple[bytes, memoryview, bool]:
+        """Return header and data of the next chunk, and whether it ends a turn. At least one stream must be open."""
         stream = self._open[0] if len(self._open) == 1 else min(self._open, key=_urgency)
         stream.urgency = (stream.priority, next(self._counter))
         chunk = stream.payload[stream.sent : stream.sent + most]
@@ -256,7 +260,8 @@ class SendQueue:
         if not stream.bytes_left:
             self._open.remove(stream)
             self._forget(stream)
-        return encode_header(FrameKind.CHUNK, stream.number, len(chunk)), chunk
+        ends_turn = not stream.bytes_left or stream.priority > URGENT
+        return encode_header(FrameKind.CHUNK, stream.number, len(chunk)), chunk, ends_turn
 
     def _forget(self, stream: _Stream) -> None:
         del self._streams[stream.number]

@@ -95,7 +95,8 @@ def slice_bytes(bytes_per_s: float | None) -> int:
 # 2. The choice never depends on hash order: ties go to the peer that has waited longest.
 # 3. ``next`` chooses, ``charge`` counts. A choice that sends nothing is not charged.
 # 4. Payloads to several peers go one after the other, not side by side: so the first can pass a commit on when a fourth
-#    of the time has passed, and not all at the end. A peer that cannot send ends its turn.
+#    of the time has passed, and not all at the end. A peer that cannot send ends its turn, and one whose data are not
+#    urgent, such as states, after each slice.
 
 
 PEER_TURN_BYTES = 1 << 20
@@ -166,8 +167,10 @@ class FairScheduler(Generic[Member]):
         """Return the earliest time at which ``next`` may have a result; None if no member can send."""
         return self.total.ready_at() if self._ready else None
 
-    def charge(self, peer: Hashable, member: Member | None, count: int, now: float) -> None:
+    def charge(self, peer: Hashable, member: Member | None, count: int, now: float, *, ends_turn: bool = False) -> None:
         """Charge ``count`` bytes sent to ``peer``. ``member`` is the one whose turn it was; None for control data."""
+        if ends_turn:
+            self._turn = None
         if member is None:
             self.total.charge_control(count, now)
         else:
@@ -254,9 +257,9 @@ class Shaper(Generic[Sender]):
         """Return the connection that writes a chunk now, and its maximum bytes; None if none may."""
         return self._shares.next(now)
 
-    def wrote(self, sender: Sender, count: int, now: float) -> None:
-        """Record that ``sender`` wrote ``count`` bytes of bulk data in its turn."""
-        self._shares.charge(self._senders[sender], sender, count, now)
+    def wrote(self, sender: Sender, count: int, now: float, *, ends_turn: bool = False) -> None:
+        """Record that ``sender`` wrote ``count`` bytes of bulk data in its turn, and whether that is over."""
+        self._shares.charge(self._senders[sender], sender, count, now, ends_turn=ends_turn)
 
     def cannot(self, sender: Sender) -> None:
         """Record that ``sender`` cannot write until it is ready again."""

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from p2pdiloco.net.traffic_shaping import PEER_TURN_BYTES
+from p2pdiloco.net.send_queue import URGENT
+from p2pdiloco.net.traffic_shaping import PEER_TURN_BYTES, slice_bytes
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Contribution, Message
 from tests.machine_sim.integer_shards import Payload
@@ -153,8 +154,9 @@ class SharedNetwork(Network):
 
 # -- One uplink and one downlink for each peer, shared by all of its connections, as homes and sites have --------------
 # Rules of this file:
-# 1. Connections with bulk take turns of a parcel, or PEER_TURN_BYTES of a larger one: that which was served least. Of a
-#    connection, the most urgent parcel goes first (``net/traffic_shaping.py``, ``net/send_queue.py``).
+# 1. Connections with bulk take turns of a parcel, or PEER_TURN_BYTES of a larger one, or a slice of a state: that which
+#    was served least. Of a connection, the most urgent parcel goes first (``net/traffic_shaping.py``,
+#    ``net/send_queue.py``).
 # 2. Control does not wait for bulk, only for control; bulk pays for the bytes.
 # 3. A downlink takes what comes in the order in which it comes, at its own rate.
 # 4. Pure: time is a number, connections are any objects; what is to happen later goes through ``schedule``.
@@ -190,6 +192,8 @@ class Parcel(msgspec.Struct, gc=False):
     argument: Any
     left: float = 0.0
     """Bytes that have not left yet, once it is begun."""
+    turn: float = PEER_TURN_BYTES
+    """Bytes that go before others' parcels."""
 
 
 class Uplink:
@@ -255,6 +259,8 @@ class Uplink:
         if sum(other.size for _, _, other in waiting) + parcel.size > OUTBOX_BYTES:
             return False
         self._count += 1
+        if urgency > URGENT:
+            parcel.turn = slice_bytes(self._bytes_per_s)
         heappush(waiting, (urgency, self._count, parcel))
         self._served.setdefault(connection, (0.0, self._count))
         self._look_later(now)
@@ -315,9 +321,10 @@ class Uplink:
         if turn not in self._begun:
             parcel = self._begun[turn] = heappop(self._waiting[turn])[2]
             parcel.left = parcel.size
-        self._level, self._turn_left = max(self._level, self._served[turn][0]), PEER_TURN_BYTES
+        parcel = self._begun[turn]
+        self._level, self._turn_left = max(self._level, self._served[turn][0]), parcel.turn
         self._count += 1
-        self._served[turn] = (self._level + min(self._begun[turn].left, PEER_TURN_BYTES), self._count)
+        self._served[turn] = (self._level + min(parcel.left, parcel.turn), self._count)
 
     def _look(self, due: float) -> None:
         """Something may have left. If bulk was put meanwhile, it has not yet."""

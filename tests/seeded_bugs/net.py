@@ -87,6 +87,15 @@ BUGS = (
         ),
     ),
     Bug(
+        name="a state is sent in one go",
+        module="p2pdiloco.net.send_queue",
+        where="SendQueue._next_chunk",
+        old="not stream.bytes_left or stream.priority > URGENT",
+        new="not stream.bytes_left",
+        harm="commits wait for seconds while a newcomer gets a state over the same slow line",
+        killed_by=("tests/unit/test_net_boxes.py::test_a_turn_ends_with_a_payload_or_a_slice_of_a_state",),
+    ),
+    Bug(
         name="payloads to several peers go side by side",
         module="p2pdiloco.net.traffic_shaping",
         where="FairScheduler.next",

@@ -57,7 +57,7 @@ def test_connections_take_turns_of_a_parcel(hours: Hours, uplink: Uplink) -> Non
 
 
 def test_a_large_parcel_waits_for_others_after_each_turn(hours: Hours) -> None:
-    """A state, say."""
+    """As a codec with more bits makes."""
     uplink = Uplink(PEER_TURN_BYTES, hours.schedule)
     uplink.put("a", hours.parcel(2.5 * PEER_TURN_BYTES, "state"), 0.0)
     hours.pass_until(0.5)
@@ -65,6 +65,17 @@ def test_a_large_parcel_waits_for_others_after_each_turn(hours: Hours) -> None:
         uplink.put("b", hours.parcel(0.5 * PEER_TURN_BYTES, "commit"), 0.5)
     hours.pass_until(10.0)
     assert hours.left == [("commit", 1.5), ("commit", 2.0), ("state", 3.5)]
+
+
+def test_a_state_yields_after_each_slice(hours: Hours) -> None:
+    uplink = Uplink(1e6, hours.schedule)
+    uplink.put("a", hours.parcel(1e6, "state"), 0.0, 10.0)
+    hours.pass_until(0.1)
+    uplink.put("b", hours.parcel(9e5, "commit"), 0.1)
+    hours.pass_until(10.0)
+    assert [name for name, _ in hours.left] == ["commit", "state"]
+    assert hours.left[0][1] < 1.1
+    assert hours.left[1][1] == pytest.approx(1.9, abs=1e-3)
 
 
 def test_parcels_of_one_connection_go_one_by_one_the_urgent_first(hours: Hours, uplink: Uplink) -> None:

@@ -110,6 +110,16 @@ def test_equal_streams_take_turns_and_the_more_urgent_goes_first() -> None:
     assert chunks == [2, 2, 0, 1, 0, 1, 0, 1]
 
 
+def test_a_turn_ends_with_a_payload_or_a_slice_of_a_state() -> None:
+    outbox = make_outbox()
+    put(outbox, b"", payload(3 * CHUNK), 0.0)
+    put(outbox, b"", payload(2 * CHUNK), 10.0)
+    found = []
+    while (piece := outbox.next()) is not None:
+        found.append(piece.ends_turn)
+    assert found == [False, False, True, True, True]
+
+
 def test_an_urgent_stream_opens_beyond_the_group() -> None:
     outbox = make_outbox()
     for _ in range(40):

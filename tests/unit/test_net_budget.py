@@ -171,6 +171,11 @@ def test_who_cannot_send_ends_its_turn_and_is_served_when_it_can() -> None:
         shares.add(peer, peer)
     assert shares.next(0.0) is not None
     shares.charge("a", "a", 1000, 0.0)
+    assert shares.next(0.0) == ("a", SLICE_UNLIMITED)
+    shares.charge("a", "a", 1000, 0.0, ends_turn=True)
+    assert shares.next(0.0) == ("b", SLICE_UNLIMITED)
+    shares.charge("b", "b", 5000, 0.0, ends_turn=True)
+    assert shares.next(0.0) == ("a", SLICE_UNLIMITED)
     shares.remove("a", "a")
     assert shares.next(0.0) == ("b", SLICE_UNLIMITED)
     shares.forget("b")
