@@ -163,7 +163,7 @@ BUGS = (
         "a commit stays in its group",
         "protocol.commit_relay",
         "relay_commit",
-        "entries |= _entries(core, commit, header, bridges)",
+        "entries = _entries(core, commit, header, bridges)",
         "pass",
         "other groups learn of each commit by the news of it, and ask for it",
         "test_a_commit_goes_to_the_own_group_and_to_one_peer_of_the_other_group",
