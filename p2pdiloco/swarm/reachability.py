@@ -2,8 +2,9 @@
 
 Rules of this file:
 1. Rendezvous servers dial this peer back. It counts as dialable if at least half of those that tried succeeded.
-2. Servers are drawn by the room that they have for relayed pairs (``drawn_points``). This peer is registered with the
-   first POINTS that answer, also when a better one comes later.
+2. A bootstrap comes first, so that one server at least is not chosen by what members say of themselves; then all are
+   drawn by the room that they have for relayed pairs (``drawn_points``). This peer is registered with the first POINTS
+   that answer, also when a better one comes later.
 3. The user is told the result in one sentence, and again when it changes.
 4. The router is asked to map a port if this machine has a private address and the user has announced no address.
 """
@@ -230,13 +231,14 @@ class Reachability:
         for peer, body in list(records.items())[:ASKED]:
             with suppress(ValueError):
                 offered[peer] = decode_as(body, PointRecord).addresses
-        rooms = dict.fromkeys(offered, USUAL_RELAYS)
+        first, rooms = [*offered][:1], dict.fromkeys(offered, USUAL_RELAYS)
         for peer, record in self._known.records().items():
             if record.is_point:
                 offered.setdefault(peer, record.addresses)
                 rooms[peer] = record.room
         rooms.pop(me := self._transport.peer_id, None)
-        found = {peer: _addresses_with_id(offered[peer], peer) for peer in drawn_points(me, rooms)}
+        order = dict.fromkeys((*(peer for peer in first if peer != me), *drawn_points(me, rooms)))
+        found = {peer: _addresses_with_id(offered[peer], peer) for peer in order}
         return {peer: texts for peer, texts in found.items() if texts}
 
     async def _attend(self, where: Sequence[str], say: Callable[[str], None]) -> None:
