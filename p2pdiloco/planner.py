@@ -161,6 +161,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     up_bytes: float
     down_bytes: float
     heartbeat_s: float = 1.0
+    together: int = MOST_TOGETHER
+    """Number of learners beyond which there are groups."""
 
     @property
     def parameters(self) -> int:
@@ -207,7 +209,7 @@ def control_bytes_per_s(wanted: Wanted) -> float:
     """Return a peer's control traffic: heartbeats, the announcements and answers of rounds, and what commits name.
 
     With many connections, heartbeats are sent less often; in large runs a peer is connected to few of the others."""
-    others = min(wanted.peers - 1, 2 * MOST_TOGETHER)  # its group, and as many bridges
+    others = min(wanted.peers - 1, 2 * wanted.together)  # its group, and as many bridges
     interval_s = wanted.heartbeat_s * max(1.0, others / BEAT_PEERS)
     versions_per_s = sum(map(len, wanted.fragments)) / (wanted.sync_every * wanted.step_s)
     return CONTROL_BYTES * others * (1 / interval_s + 2 * versions_per_s) + HEADER_BYTES * wanted.peers * versions_per_s
@@ -222,7 +224,7 @@ def bytes_a_step(wanted: Wanted) -> float:
 
 def exchange_s(wanted: Wanted, lines: PeerLines) -> float:
     """Return the seconds of an exchange of the largest fragment on otherwise idle links."""
-    shards, groups = max(wanted.fragments, key=sum), 1 << group_bits(wanted.peers)
+    shards, groups = max(wanted.fragments, key=sum), 1 << group_bits(wanted.peers, wanted.together)
     members, parameters = math.ceil(wanted.peers / groups), sum(shards)
     owned = max(max(shards), parameters / wanted.peers)
     turns, levels = commit_turns(members, groups)

@@ -2,10 +2,10 @@
 can be dialled joins the connections of two that cannot connect directly.
 
 Rules of this file, after nat/introducer.py and nat/rendezvous_server.py:
-1. Each peer of a pair is registered with a few living relays (``drawn_points``), of which one that has room relays the
-   pair, or, if none has, one with a free place; without one the pair tries again. Room and budget follow the relay's
-   line from ``lines_known_at`` on, when it has measured that. Then it ends the pairs beyond its room, the latest first,
-   and these dial again.
+1. Each peer of a pair is registered with a few of all living relays (``drawn_points``), without a bootstrap. One of
+   these that has room relays the pair, or, if none has, one with a free place; without one the pair tries again. Room
+   and budget follow the relay's line from ``lines_known_at`` on, when it has measured that. Then it ends the pairs
+   beyond its room, the latest first, and these dial again.
 2. Both paths' delays add. A payload takes the relay's downlink, then its budget, in the order of arrival (it is paid
    for afterwards, and a payload is smaller than the largest turn), then its share of the relay's uplink. States, which
    are tiny here, and messages without a payload take only the delays.

@@ -63,6 +63,7 @@ def wanted_of(config: RunConfig, peers: int, step_s: float) -> Wanted:
         up_bytes=_bytes(config.codec.up, config.codec.up_step),
         down_bytes=_bytes(config.codec.down, config.codec.down_step),
         heartbeat_s=schedule.heartbeat_s,
+        together=schedule.together,
     )
 
 

@@ -77,7 +77,7 @@ class Introducer:
 
     def __init__(self, relays: int, room: int = PAIRS) -> None:
         self._places = relays
-        self.room = min(room, relays)
+        self.room = room
         """Number of relayed pairs for which there is room; the next ones only if they find no other relay."""
         # Pairs, asker first, that were refused for want of room, oldest first, and when.
         self._refused: dict[tuple[PeerId, PeerId], float] = {}
@@ -92,6 +92,11 @@ class Introducer:
         self._asked: RateLimiter[str] = RateLimiter(burst=ASKED_BURST, per_s=ASKED_PER_S)
         self._called: RateLimiter[PeerId] = RateLimiter(burst=CALLED_BURST, per_s=CALLED_PER_S)
         self._events: deque[Say | Hang | Joined] = deque()
+
+    @property
+    def pairs_most(self) -> int:
+        """Number of relayed pairs for which there are room and places, those that are relayed now included."""
+        return min(self.room, self._places)
 
     @property
     def relayed_pairs(self) -> int:

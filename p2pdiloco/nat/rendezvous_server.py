@@ -267,11 +267,6 @@ class RendezvousServer:
         transport.answer_requests(intro.Attend, self._answer_attend)
         transport.answer_requests(intro.Meet, self._answer_meet)
 
-    @property
-    def room(self) -> int:
-        """Number of relayed pairs for which there is room, those that are relayed now included."""
-        return self.introducer.room
-
     def follow_line(self, own: float, peers: int) -> None:
         """Relay no more than the line leaves, once its rate is known; ``relay_limits`` has the arguments.
 

@@ -100,7 +100,7 @@ def slice_bytes(bytes_per_s: float | None) -> int:
 
 
 PEER_TURN_BYTES = 1 << 20
-"""What one peer gets before the next one's turn: a shard's payload in four bits, and 0.8 s on a line of 10 Mbit/s."""
+"""Most bytes that a peer is sent in its turn: about a shard's payload in four bits, or 0.8 s of a line of 10 Mbit/s."""
 Member = TypeVar("Member", bound=Hashable)
 
 

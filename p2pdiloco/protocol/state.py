@@ -272,7 +272,7 @@ class Core:
         self.is_current = False
         """Whether every shard has had a state."""
         self.line_speed: LineSpeed = "usual"
-        """Whether this peer's line is too slow for a full share of commits."""
+        """How fast this peer's line is for what it has to send."""
         self.has_heard_end = False
         """Whether a peer has said that the run is complete."""
         self.heads_mark = 0

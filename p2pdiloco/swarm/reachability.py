@@ -94,7 +94,7 @@ class Reachability:
         )
         self.server = RendezvousServer(transport, relay_bytes_per_s)
         self.connector = ConnectFallback(transport, dialler, self.client)
-        self._told_room = self.server.room
+        self._told_room = self.server.introducer.pairs_most
         self._asked_at: dict[PeerId, float] = {}
         self._said = ""
         self._is_directory_told = False
@@ -208,8 +208,8 @@ class Reachability:
         while True:
             self.server.follow_line(*self._payload_rate())
             # Records are sent to many: a new one if there is half as much room, or twice.
-            if not self._told_room < 2 * self.server.room < 4 * self._told_room:
-                self._told_room = self.server.room
+            if not self._told_room < 2 * (room := self.server.introducer.pairs_most) < 4 * self._told_room:
+                self._told_room = room
             self.client.forget_disconnected()
             candidates = await self._candidates()
             attended = len(self.client.attended.keys() - candidates.keys())

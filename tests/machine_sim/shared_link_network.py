@@ -230,7 +230,7 @@ class Uplink:
         self._served: dict[Hashable, tuple[float, int]] = {}
         """Bytes of bulk that each connection was served, and its place behind those that were served as much."""
         self._level = 0.0
-        """What the last one was served before its turn: no other may have saved up more."""
+        """Bytes served to the last chosen connection, before its turn; one that rested counts from there."""
         self._begun: dict[Hashable, Parcel] = {}
         """One parcel a connection."""
         self._waiting: dict[Hashable, list[tuple[float, int, Parcel]]] = {}

@@ -109,6 +109,15 @@ def is_relayed(point: Introducer, now: float, asker: str = "ann", wanted: str = 
     return any(isinstance(event, Joined) for event in point.events())
 
 
+def test_a_relay_tells_of_no_more_room_than_it_has_places() -> None:
+    """Each pair takes descriptors, however fast the line is."""
+    point = Introducer(relays=85, room=64)
+    assert point.pairs_most == 64
+    point.room = 128
+    assert point.pairs_most == 85
+    assert Introducer(relays=0).pairs_most == 0
+
+
 def test_a_pair_for_which_there_is_no_room_is_relayed_when_it_asks_again():
     """So it tries its other relays first, and a swarm whose only relay has a slow line keeps all its pairs."""
     point = Introducer(relays=4)

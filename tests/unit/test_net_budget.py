@@ -144,7 +144,7 @@ def test_without_a_budget_everybody_may_always_send() -> None:
 
 
 def test_payloads_to_several_peers_go_one_after_the_other() -> None:
-    """Of four peers that take a payload each, the first has it after a fourth of the time."""
+    """Four peers are sent a payload each: the first has it after a fourth of the time."""
     shares: FairScheduler[str] = FairScheduler(1.0 * MB)
     left, ended = dict.fromkeys("abcd", 900_000), {}
     for peer in left:
