@@ -191,12 +191,13 @@ class Swarm:
             up, down = self.random.choices(list(MIXED), list(MIXED.values()))[0]
         line = Bandwidth(up_bytes_per_s=up * 1e6 / 8, down_bytes_per_s=down * 1e6 / 8)
         self.lines[name] = line
+        is_liar = int((count + 1) * given.liars) > int(count * given.liars)
         setting = PeerSetting(
             step_s=STEP_S * (1.0 + 0.1 * self.random.random()),
             payload_bytes=given.payload,
             state_bytes=1000,
-            weight=LINE_WEIGHTS[line_speed(self.need / line.up_bytes_per_s)],
-            keeps_commits=int((count + 1) * given.liars) > int(count * given.liars),
+            weight=LINE_WEIGHTS["fast" if is_liar else line_speed(self.need / line.up_bytes_per_s)],
+            keeps_commits=is_liar,
         )
         self.world.add(name, setting, at=self.world.now, is_founder=count == 0)
         return name
