@@ -25,9 +25,9 @@ from p2pdiloco.protocol.messages import MAX_PARTS, CommitHeader, Contribution, H
 from p2pdiloco.protocol.own_commits import OwnCommitLog
 from p2pdiloco.protocol.response_times import ResponseTimes
 from p2pdiloco.protocol.state import Core
-from p2pdiloco.protocol.support import ALL, Support
+from p2pdiloco.protocol.support import Support
 from p2pdiloco.protocol.suspicion import SmallCommits, is_crowd, took_part
-from p2pdiloco.protocol.waiting import CommitDue, CommitView, Times, Waits, due, waits
+from p2pdiloco.protocol.waiting import LONGEST_WAIT, CommitDue, CommitView, Times, Waits, due, waits
 
 ARRIVAL_KEPT = 0.95
 """Share of the longest arrival of a commit that is left after the next one."""
@@ -80,8 +80,7 @@ class Aggregation(Gatherer):
             self.round_s,
             self.arrival_s,
         )
-        is_leaving = core.departure == "leaving"
-        return waits(core.config, times, is_any_leaving=core.participation.is_any_leaving(), is_leaving=is_leaving)
+        return waits(core.config, times, is_any_leaving=core.participation.is_any_leaving())
 
     # -- who takes part ------------------------------------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class Aggregation(Gatherer):
     def waits_for(self, shard: ShardId) -> Waits:
         """Return ``waits``; a group's merge comes after its contributions, and so later."""
         found = self.waits()
-        later_s = min(2 * found.usual_s, 0.75 * found.takeover_s)
+        later_s = min(2 * found.usual_s, LONGEST_WAIT * found.takeover_s)
         return found._replace(usual_s=later_s) if self.bits(shard) else found
 
     def waits_longer(self, shard: ShardId) -> bool:
@@ -172,9 +171,12 @@ class Aggregation(Gatherer):
     def due(self, header: CommitHeader) -> CommitDue:
         """Return when to apply another owner's commit on the head, as far as is known here (own clock).
 
-        An owner of rank 0 that waits for nearly all, and leaves more out than others do, is suspected.
+        An owner of rank 0 that waits for nearly all, and leaves more out than others do, is suspected. A peer that
+        leaves has no time to suspect anybody, and takes what the others have.
         """
         core, collection, participation = self.core, self.collections[header.shard], self.core.participation
+        if core.departure == "leaving":
+            return CommitDue(core.now)
         rank, wait = participation.rank(header.owner, header.shard), self.waits()
         support = self.support(took_part(header), participation.entitled(header.shard), wait)
         is_small = not support.is_nearly_all and wait.nearly_all_s > 0.0
@@ -185,7 +187,7 @@ class Aggregation(Gatherer):
                 began_at=collection.began_at,
                 opened_at=collection.opened_at,
                 rank=rank,
-                took_part=ALL if core.departure == "leaving" else support,
+                took_part=support,
                 is_suspect=is_unfair or is_crowd(core, header),
                 waits=wait,
             )

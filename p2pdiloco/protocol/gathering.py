@@ -18,7 +18,7 @@ from p2pdiloco.protocol.messages import MAX_TEXT, Contribution, Refused
 from p2pdiloco.protocol.response_times import ResponseTimes
 from p2pdiloco.protocol.state import Core
 from p2pdiloco.protocol.support import Support
-from p2pdiloco.protocol.waiting import QuorumView, Waits, decide, grace_window_s
+from p2pdiloco.protocol.waiting import LONGEST_WAIT, QuorumView, Waits, decide, grace_window_s
 
 SMOOTHING = 0.2
 """Weight of the newest duration in a running mean."""
@@ -214,7 +214,9 @@ class Gatherer(ABC):
         if not self.may_merge(shard):
             return
         head, quorum = core.head(shard), self.quorum(shard, collection)
-        if collection.quorum_at is None and self.learners(collection) >= quorum:
+        if self.learners(collection) < quorum:
+            collection.quorum_at = None  # more peers can contribute now
+        elif collection.quorum_at is None:
             collection.quorum_at = core.now
         decision = decide(self._view(shard, collection, quorum))
         if not decision.is_close:
@@ -243,6 +245,7 @@ class Gatherer(ABC):
         participants, wait = self.participants(shard), self.waits_for(shard)
         missing = participants - collection.answered
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
+        most_s = wait.takeover_s * (LONGEST_WAIT if core.chains[shard].group_bits else 1.0)
         is_any_departing = any(map(participation.is_departing, self.peers_of(shard, missing) - {config.peer}))
         return QuorumView(
             now=core.now,
@@ -262,7 +265,7 @@ class Gatherer(ABC):
             ),
             waits=wait,
             is_extended=self.waits_longer(shard),
-            departing_s=min(config.leave_s, config.finish_s) / 2 if is_any_departing else None,
+            departing_s=min(config.leave_s / 2, config.finish_s / 2, most_s) if is_any_departing else None,
         )
 
     def on_merge_failed(self, shard: ShardId, culprit: PeerId | None, reason: str) -> None:

@@ -392,7 +392,8 @@ class Replication:
                 is_fork = theirs.version <= chain.head.version  # no child of the own head is on its way
                 if core.is_current and (known is None or is_fork):  # a newcomer needs states before commits
                     most_s = core.membership.beat_s() if shard in self.turned_down else math.inf
-                    wait_s = 0.0 if is_fork else min(most_s, self.aggregation.waits().commit_s)
+                    is_urgent = is_fork or core.departure == "leaving"  # the time of who leaves is short
+                    wait_s = 0.0 if is_urgent else min(most_s, self.aggregation.waits().commit_s)
                     core.alarms.set(("want", shard), core.now + wait_s)
         elif self._is_lighter_fork(theirs):
             core.send((peer,), Heads((chain.head,), core.step))

@@ -63,7 +63,3 @@ class Support(NamedTuple):
     def is_leading(self) -> bool:
         """Whether somebody stands by it, and no fewer than by anything else."""
         return self.stand >= max(1, self.against)
-
-
-ALL = Support(1, 1)
-"""Whoever is asked stands by it."""

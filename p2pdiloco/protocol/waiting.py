@@ -20,6 +20,9 @@ from p2pdiloco.protocol.support import Support
 LEAST_WAIT_STEPS = 3
 """Least number of steps that an owner waits for usual answers. Learners answer at the end of a step, and some are
 slower, so half of a short round is not enough."""
+LONGEST_WAIT = 0.75
+"""Share of the takeover time that an owner waits at most for groups: its commit must come before the next one merges,
+and groups' merges are on their way to that one by then."""
 ARRIVALS = 1.5
 """Times of arrival for which a peer waits for a commit that others have: somebody may be about to send it."""
 LEFT_OUT_TAKEOVERS = 2
@@ -56,13 +59,13 @@ class Waits(NamedTuple):
     """How long to wait for a commit that other peers have (W5a)."""
 
 
-def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool, is_leaving: bool = False) -> Waits:
+def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Waits:
     """Return all waits.
 
     Where steps are shorter than a round trip, nobody can answer within some steps, so ``usual_s`` covers two median
     round trips: a single peer that answers heartbeats late must not make all owners wait. It is at most half of the
     takeover time, so that the commit arrives before the next owner would merge, too. While a peer leaves, no owner
-    waits for nearly all, and that peer itself (``is_leaving``) half as long for commits: its time is short.
+    waits for nearly all.
     """
     wanted_s = config.overlap * times.step_s + 3 * times.round_s + 4 * times.slowest_round_trip_s
     takeover_s = min(max(wanted_s, config.takeover_floor_s), config.takeover_ceiling_s)
@@ -74,7 +77,7 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool, is_leav
         usual_s=min(steps * times.step_s + 2 * times.usual_round_trip_s, takeover_s / 2),
         nearly_all_s=min(config.sync_every * times.median_step_s, takeover_s) / 2 if is_waiting else 0.0,
         few_s=max(takeover_s, config.sync_every * times.step_s / 2),
-        commit_s=(on_the_way_s + 2 * times.slowest_round_trip_s) * (0.5 if is_leaving else 1.0),
+        commit_s=on_the_way_s + 2 * times.slowest_round_trip_s,
     )
 
 

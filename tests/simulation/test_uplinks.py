@@ -135,7 +135,7 @@ def test_a_line_that_rested_saved_nothing(hours: Hours, uplink: Uplink) -> None:
 def test_shared_uplinks_break_nothing() -> None:
     """In 7, 10 and 20 newcomers take states over slow lines; in 151 and 162 forks are as heavy as each other;
     in 10402198 nine come to a founder whose line its commits filled (M6b)."""
-    report = simulate([*range(11), 20, 151, 162, 10402198], "uplinks", jobs=JOBS)
+    report = simulate([*range(11), 20, 151, 162, 272, 10402198], "uplinks", jobs=JOBS)
     assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
     assert report.tokens_lost == 0
     assert report.versions > 500

@@ -212,6 +212,23 @@ def test_a_group_has_answered_when_nearly_all_of_it_have() -> None:
     assert [c.giver for c in only(effects, ef.Merge)[0].contributions] == [A, D]
 
 
+def test_for_a_group_of_which_one_leaves_the_owner_waits_until_the_next_owner_would_soon_merge() -> None:
+    """M4c (seed 843): groups' merges go to the next owner after the takeover time, which then merges, too."""
+    stage = Stage(B, C, D, run=run_owned("acbd", 2, 1), together=2, has_learner=False, grace_share=1.0)
+    stage.take(stage.commit(*FIRST, tokens(J, 0, 40)))
+    stage.says(D, phase="leaving")
+    stage.announce(B, 8)
+    stage.work(stage.hear(C, stage.contribution(C, 40, 80)), ef.Merge)
+    stage.hear(B, given(stage, B, B))
+    collection, takeover_s = stage.machine.aggregation.collections[SHARD], stage.machine.aggregation.waits().takeover_s
+    assert collection.quorum_at is not None
+    until = collection.quorum_at + 0.75 * takeover_s
+    effects = stage.wait(until - stage.now - 0.02)
+    assert not [merge for merge in only(effects, ef.Merge) if not merge.is_group]
+    effects = stage.wait(0.04)
+    assert [c.giver for c in only(effects, ef.Merge)[0].contributions] == [A, B]
+
+
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_of_two_merges_with_a_contributor_in_common_the_larger_one_counts(order: tuple[int, int]) -> None:
     """M7e: whoever comes first. So nobody displaces a group's merge by one of few. Two that have none both count, and

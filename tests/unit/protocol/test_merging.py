@@ -121,6 +121,19 @@ def test_the_quorum_is_all_participants_if_they_are_fewer_than_k() -> None:
     assert merged(stage.tell(ev.PeerDisconnected(D, "gone"))) == [(tokens(B, 0, 40),)]
 
 
+def test_a_quorum_is_lost_when_more_can_contribute() -> None:
+    """M4a (bounded seed 141): K = 2, and c comes while this peer waits for the first owner."""
+    stage = Stage(B, owners="ba", min_quorum=2, has_learner=False)
+    stage.offer(B)
+    collection = stage.machine.aggregation.collections[SHARD]
+    assert collection.quorum_at is not None
+    stage.meet(C)
+    stage.offer(B, 0, 41)
+    assert collection.quorum_at is None, "the window begins with c's"
+    stage.offer(C)
+    assert collection.quorum_at == stage.machine.core.now
+
+
 def test_who_is_on_its_way_out_and_has_nothing_for_a_shard_is_not_counted_for_its_quorum() -> None:
     """M3a: b and c each hold progress for another shard at the run's end, and would wait for each other (K = 2)."""
     stage = owner(B, C, min_quorum=2)

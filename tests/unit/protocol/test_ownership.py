@@ -365,6 +365,16 @@ def test_a_commit_whose_givers_nobody_hears_comes_after_the_next_owners() -> Non
     assert is_applied(effects, header), "what one that has left gave is nobody's crowd"
 
 
+def test_who_leaves_suspects_nobody() -> None:
+    """O5b (uplinks seed 272): two takeover times are much of the time that it has."""
+    stage = Stage(B, C, D, owners="bcda")
+    stage.train(3)
+    stage.tell(ev.LeaveRequested("asked to"))
+    crowd = [tokens(PeerId(f"k{number}"), 0, 40) for number in range(8)]
+    header = stage.commit(tokens(B, 0, 40), *crowd, owner=B)
+    assert is_applied(stage.hear(B, msg.Commit(header)), header)
+
+
 def test_an_owner_is_suspected_if_it_leaves_most_out_more_often_than_others_do() -> None:
     """O5d: who is slow is late for all."""
     rates = SmallCommits()
