@@ -10,7 +10,7 @@
    (docs/results.md). Everything else is a setting.
 3. Counted are the rounds that are announced in the window, and what became of them within ``DRAIN_S`` after it.
 4. Real bytes are those of all interfaces, acknowledgements included; simulated ones are messages and payloads with
-   headers.
+   headers, those of audits too: a young chain's take as much as its contributions and commits together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting, Process
-from tests.machine_sim.shared_link_network import PACKET_BYTES, PAYLOAD_SHARE, Bandwidth, share_lines
+from tests.machine_sim.shared_link_network import PACKET_BYTES, PAYLOAD_SHARE, Bandwidth, SharedNetwork, share_lines
 from tests.machine_sim.transcript import Transcript
 from tests.machine_sim.world import World
 
@@ -187,7 +187,8 @@ def simulated(options: argparse.Namespace, payload: float) -> dict[str, float]:
     network = world.network
     network.is_measured, messages = True, network.messages
     world.run_until(begin + options.seconds)
-    sent = network.control_bytes + network.payload_bytes / PAYLOAD_SHARE
+    assert isinstance(network, SharedNetwork)
+    sent = network.control_bytes + (network.payload_bytes + network.fetched_bytes) / PAYLOAD_SHARE
     sent += (network.messages - messages) * (PACKET_BYTES - MEASURED_BYTES)
     world.run_until(begin + options.seconds + DRAIN_S)
     return {

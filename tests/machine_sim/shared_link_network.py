@@ -42,6 +42,8 @@ class SharedNetwork(Network):
 
     def __init__(self, world: World, bandwidths: Mapping[PeerId, Bandwidth]) -> None:
         super().__init__(world, world.network.setting)
+        self.fetched_bytes = 0
+        """Of states and audited payloads, while ``is_measured``."""
         self.lines = Lines(bandwidths, lambda at, action, argument: world.schedule(at, None, action, argument))
 
     def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
@@ -105,6 +107,8 @@ class SharedNetwork(Network):
         if back is None or back.connection is not link.connection:
             self.world.schedule(self.world.now, link.source, action, argument)
             return
+        if self.is_measured:
+            self.fetched_bytes += state_bytes
         parcel = Parcel(on_the_line(state_bytes), self._state_left, (back, state_bytes, action, argument))
         self.lines.uplink(link.target.name).put(back, parcel, self.world.now, STATE_URGENCY)
 
