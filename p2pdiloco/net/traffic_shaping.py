@@ -99,8 +99,9 @@ def slice_bytes(bytes_per_s: float | None) -> int:
 #    urgent, such as states, after each slice.
 
 
-PEER_TURN_BYTES = 1 << 20
-"""Most bytes that a peer is sent in its turn: about a shard's payload in four bits, or 0.8 s of a line of 10 Mbit/s."""
+PEER_TURN_BYTES = 4 << 20
+"""Most bytes that a peer is sent in its turn: four times a shard's payload in four bits (``schedule.max_shard``), since a
+payload of two turns would be with nobody before it is with all. A commit also has 180 bytes for each of its learners."""
 Member = TypeVar("Member", bound=Hashable)
 
 
