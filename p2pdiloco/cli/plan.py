@@ -79,8 +79,8 @@ def _bytes(codec: str, step: float | None) -> float:
 def describe_loss(gap: float, wanted: Wanted) -> list[str]:
     """Return what training apart costs, as lines for people, by ``gap`` in per cent (``expected_gap``) and the law of
     token efficiency that ``python -m benchmarks.quality.crowds`` fits."""
-    excess = 0.69 * ((wanted.peers - 1) / 7) ** 0.84 * ((wanted.sync_every + 2) / 8) ** 0.58
-    share = 1 / (1 + excess * (min(wanted.parameters, LARGEST_MEASURED) / 1e5) ** -0.24)
+    excess = 0.67 * ((wanted.peers - 1) / 7) ** 0.81 * ((wanted.sync_every + 2) / 8) ** 0.56
+    share = 1 / (1 + excess * (min(wanted.parameters, LARGEST_MEASURED) / 1e5) ** -0.23)
     return [
         f"loss              roughly {gap:.2g} % above one machine with the same tokens, which needs "
         f"{100 * share:.0f} % of them for it: {wanted.peers} learners are worth {wanted.peers * share:.2g} machines",

@@ -121,12 +121,12 @@ def test_what_training_apart_costs_is_said_with_how_far_it_was_measured() -> Non
     """At the law's reference, by hand, and far beyond it."""
     at_reference = Wanted(**msgspec.structs.asdict(SMALL) | {"fragments": ((100_000,),), "peers": 8, "sync_every": 6})
     loss, measured = describe_loss(7.7, at_reference)
-    assert "roughly 7.7 % above one machine with the same tokens, which needs 59 % of them" in loss
-    assert loss.endswith("8 learners are worth 4.7 machines")
+    assert "roughly 7.7 % above one machine with the same tokens, which needs 60 % of them" in loss
+    assert loss.endswith("8 learners are worth 4.8 machines")
     assert "4,000 steps" in measured
     assert "else extrapolated" in measured
     (crowd, _) = describe_loss(60.0, msgspec.structs.replace(at_reference, peers=1024))
-    assert crowd.endswith("1024 learners are worth 22 machines")
+    assert crowd.endswith("1024 learners are worth 26 machines")
 
 
 @pytest.mark.parametrize(
