@@ -101,7 +101,7 @@ def slice_bytes(bytes_per_s: float | None) -> int:
 
 PEER_TURN_BYTES = 4 << 20
 """Most bytes that a peer is sent in its turn: four times a shard's payload in four bits (``schedule.max_shard``). A
-payload of two turns would be with nobody before it is with all. A commit also has 180 bytes for each of its learners."""
+payload of two turns would be with nobody before it is with all. A commit also has 180 bytes for each learner."""
 Member = TypeVar("Member", bound=Hashable)
 
 
