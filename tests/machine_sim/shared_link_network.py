@@ -43,7 +43,7 @@ class SharedNetwork(Network):
     def __init__(self, world: World, bandwidths: Mapping[PeerId, Bandwidth]) -> None:
         super().__init__(world, world.network.setting)
         self.fetched_bytes = 0
-        """Of states and audited payloads, while ``is_measured``."""
+        """Bytes of states and of audited payloads that were fetched while ``is_measured``."""
         self.lines = Lines(bandwidths, lambda at, action, argument: world.schedule(at, None, action, argument))
 
     def _send(self, link: Link, message: Message, payload: Payload | None, payload_bytes: int) -> None:
