@@ -122,8 +122,10 @@ DAY_S: Final = 86400.0
 PAYLOAD_SHARE: Final = 1448 / 1514
 # Bytes of a small message on the link (117 bytes measured, benchmarks/protocol/README.md, and 104 of headers).
 CONTROL_BYTES: Final = 220
-# Bytes of a commit for each contribution that it names (``python -m benchmarks.scale.signatures``).
+# Bytes of a commit for each contribution that it names, and seconds to check its signature
+# (``python -m benchmarks.scale.signatures``).
 HEADER_BYTES: Final = 180
+CHECK_S: Final = 140e-6
 # Memory of a node: bytes per parameter, and a constant (``python -m benchmarks.memory``).
 NODE_BYTES: Final = 9.0
 NODE_FIXED_BYTES: Final = 45e6
@@ -170,6 +172,11 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return sum(map(sum, self.fragments))
 
     @property
+    def names_per_s(self) -> float:
+        """Contributions that commits name, by the second: all learners, in each version of each shard."""
+        return self.peers * sum(map(len, self.fragments)) / (self.sync_every * self.step_s)
+
+    @property
     def training(self) -> Training:
         """The run as the bandwidth model describes it."""
         return Training(
@@ -200,6 +207,10 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Utilisation by system, on this link."""
     rounds: int
     """Number of exchanges of each fragment in the run."""
+    named_share: float
+    """Share of the bytes that name learners in commits."""
+    checking_share: float
+    """Share of a core that checks these learners' signatures."""
     node_bytes: float
     learner_bytes: float
     join_s: float
@@ -211,8 +222,8 @@ def control_bytes_per_s(wanted: Wanted) -> float:
     With many connections, heartbeats are sent less often; in large runs a peer is connected to few of the others."""
     others = min(wanted.peers - 1, 2 * wanted.together)  # its group, and as many bridges
     interval_s = wanted.heartbeat_s * max(1.0, others / BEAT_PEERS)
-    versions_per_s = sum(map(len, wanted.fragments)) / (wanted.sync_every * wanted.step_s)
-    return CONTROL_BYTES * others * (1 / interval_s + 2 * versions_per_s) + HEADER_BYTES * wanted.peers * versions_per_s
+    versions_per_s = wanted.names_per_s / wanted.peers
+    return CONTROL_BYTES * others * (1 / interval_s + 2 * versions_per_s) + HEADER_BYTES * wanted.names_per_s
 
 
 def bytes_a_step(wanted: Wanted) -> float:
@@ -284,6 +295,8 @@ def make_plan(wanted: Wanted, lines: PeerLines) -> Forecast:
         rounds_kept=min(1.0, rate * wanted.step_s / (8 * step_bytes)),
         utilisation=_utilisation(wanted, rate * PAYLOAD_SHARE),
         rounds=wanted.steps // wanted.sync_every,
+        named_share=HEADER_BYTES * wanted.names_per_s * wanted.step_s / step_bytes,
+        checking_share=CHECK_S * wanted.names_per_s,
         node_bytes=NODE_BYTES * wanted.parameters + NODE_FIXED_BYTES,
         learner_bytes=LEARNER_BYTES * wanted.parameters,
         join_s=state_bits / min(lines.down_bits_per_s, donors_bits),

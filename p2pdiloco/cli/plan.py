@@ -20,6 +20,8 @@ from p2pdiloco.training.parameters import embedding_names, trainable
 
 OTHERS = {"e3m0": 0.44}
 """Bytes a parameter of codecs that are on no ladder (docs/results.md)."""
+NAMED_SHARE = 0.02
+"""Share of a peer's bytes from which on people are told what commits spend on learners' names."""
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -105,6 +107,13 @@ def describe(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]
         "activations",
         f"to join           {plan.join_s:,.0f} s on a quiet swarm",
     ]
+    if plan.named_share >= NAMED_SHARE:
+        found.append(
+            f"names             each commit names {wanted.peers:,} learners: {100 * plan.named_share:.2g} % of the "
+            f"bytes, and {100 * plan.checking_share:.2g} % of a core for their signatures"
+        )
+        if any(len(shards) > 1 for shards in wanted.fragments):
+            found.append("                  (a larger schedule.max_shard makes fewer commits, and an exchange longer)")
     if advice is None:
         return [*found, "advice            nothing fits this line: a faster one, longer steps, or fewer peers"]
     return [

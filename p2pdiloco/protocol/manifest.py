@@ -192,7 +192,7 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     # less in all, but leave a fragment of a model of 60 million parameters with one owner (benchmarks/notes.md).
     max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 21
     """Maximum size of a shard. A fragment is cut into equal shards, and each version of a shard is merged by another
-    peer. Small shards take more CPU time. Unit: parameters."""
+    peer. Small shards take more CPU time, and with hundreds of learners more bytes. Unit: parameters."""
     together: Annotated[int, Meta(ge=2, le=4096)] = MOST_TOGETHER
     """Maximum number of learners whose contributions are merged together. More are divided into groups, whose merges
     are merged. Unit: learners."""

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.scale import plans
 from p2pdiloco.cli.main import main
-from p2pdiloco.cli.plan import describe_loss
+from p2pdiloco.cli.plan import describe, describe_loss
 from p2pdiloco.planner import CODECS, PeerLines, Wanted, advise, commit_turns, exchange_s, make_plan
 from p2pdiloco.protocol.commit_relay import children
 
@@ -103,6 +103,23 @@ def test_a_large_run_is_planned_as_it_works() -> None:
     assert found[1024].bytes_a_step - found[64].bytes_a_step == pytest.approx(names, rel=0.2)
     together = msgspec.structs.replace(SMALL, peers=1024, step_s=2.0, together=4096)
     assert make_plan(together, home).exchange_s > found[1024].exchange_s
+
+
+def test_what_a_large_run_spends_on_names_is_said_and_larger_shards_make_it_less() -> None:
+    """Four commits become one: it names as many learners, for four times the values."""
+    home = PeerLines(up_bits_per_s=50e6, down_bits_per_s=300e6, round_trip_s=0.1)
+    many = msgspec.structs.replace(SMALL, peers=1024, step_s=10.0, fragments=((2_000_000,) * 4,) * 24)
+    few = msgspec.structs.replace(many, fragments=((8_000_000,),) * 24)
+    before, after = make_plan(many, home), make_plan(few, home)
+    assert before.named_share == pytest.approx(4 * after.named_share, rel=0.2)
+    assert before.checking_share == pytest.approx(4 * after.checking_share)
+    assert before.checking_share == pytest.approx(96 * 1024 * 140e-6 / 240)
+    told = "\n".join(describe(before, None, many))
+    assert "each commit names 1,024 learners: 9" in told
+    assert "a larger schedule.max_shard" in told
+    assert "a larger schedule.max_shard" not in "\n".join(describe(after, None, few)), "fragments are whole already"
+    small = msgspec.structs.replace(many, peers=16)
+    assert "each commit names" not in "\n".join(describe(make_plan(small, home), None, small))
 
 
 def test_the_command_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> None:
