@@ -55,6 +55,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "--merge", choices=sorted(MERGES), help="plan liars: merge rule, instead of that of a run of this size"
     )
     sub.add_argument("--peers", type=at_least(2, 26), metavar="N", help="instead of the plan's")
+    sub.add_argument("--together", type=at_least(2, 4096), metavar="N", help="learners that are merged without groups")
     sub.add_argument("--liars", type=at_least(1, 12), metavar="N", help="plan liars: how many of the peers lie")
     sub.add_argument(
         "--seconds",
@@ -77,7 +78,7 @@ async def run(arguments: argparse.Namespace) -> int:
             for number in (signal.SIGINT, signal.SIGTERM):  # the peers die with this process, or the reaper kills them
                 asyncio.get_running_loop().add_signal_handler(number, os._exit, INTERRUPTED)
             return await asyncio.to_thread(_liars, path, arguments)
-        plan = read_plan(path, peers=arguments.peers, seconds=arguments.seconds)
+        plan = read_plan(path, peers=arguments.peers, seconds=arguments.seconds, together=arguments.together)
         out = _fresh_folder(arguments.out.resolve())
         schedule = draw_schedule(plan, arguments.seed)
         print(f"plan {plan.name}, seed {schedule.seed}: {len(schedule.faults)} faults in {plan.seconds:.0f} s to")

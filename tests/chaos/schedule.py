@@ -250,8 +250,10 @@ def find_plan(text: str) -> Path:
     raise PlanError(f"--plan {text}: no such file; shipped plans: {names}")
 
 
-def read_plan(path: Path, *, peers: int | None = None, seconds: float | None = None) -> Plan:
-    """Decode and check a plan; ``peers`` and ``seconds`` take the place of the file's.
+def read_plan(
+    path: Path, *, peers: int | None = None, seconds: float | None = None, together: int | None = None
+) -> Plan:
+    """Decode and check a plan; ``peers``, ``seconds`` and the run's ``schedule.together`` take the place of the file's.
 
     Raises:
         PlanError: no such file, not TOML, an unknown key, a value out of bounds, an impossible combination.
@@ -266,6 +268,9 @@ def read_plan(path: Path, *, peers: int | None = None, seconds: float | None = N
         raise PlanError(f"{path}: {error}") from error
     if plan.config and plan.run is None:
         plan = msgspec.structs.replace(plan, config="", run=_read_config(path.parent / plan.config))
+    if plan.run is not None and together is not None:
+        in_groups = msgspec.structs.replace(plan.run.schedule, together=together)
+        plan = msgspec.structs.replace(plan, run=msgspec.structs.replace(plan.run, schedule=in_groups))
     problems = plan_problems(plan)
     if problems:
         raise PlanError("\n".join(f"{path}: {problem}" for problem in problems))

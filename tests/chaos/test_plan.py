@@ -82,8 +82,10 @@ def test_after_a_power_cut_each_peer_comes_back_at_a_time_of_its_own() -> None:
 
 
 def test_the_command_line_beats_the_file(tmp_path: Path) -> None:
-    plan = read_plan(written(tmp_path, GOOD), peers=5, seconds=7.0)
+    plan = read_plan(written(tmp_path, GOOD), peers=5, seconds=7.0, together=3)
     assert (plan.peers, plan.seconds) == (5, 7.0)
+    assert plan.run is not None
+    assert plan.run.schedule.together == 3
 
 
 def test_a_run_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
