@@ -33,7 +33,7 @@ from benchmarks import bench
 from benchmarks.netbed.namespaces import TestbedError, kill_inside
 from benchmarks.netbed.testbed import Testbed
 from benchmarks.netbed.topology import address, find_topology, parse_topology
-from benchmarks.scale.calibration_peer import TOKENS, live, schedule_of
+from benchmarks.scale.calibration_peer import SCHEDULE, TOKENS, live, schedule_of
 from benchmarks.scale.sightings import Sightings, figures, gather
 from benchmarks.wan import sites
 from benchmarks.wire import line
@@ -41,6 +41,7 @@ from benchmarks.wire.exchange_peer import run_of
 from p2pdiloco.peer.options import PeerOptions, protocol_config
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.groups import MOST_TOGETHER
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.protocol.state import ProtocolConfig
@@ -217,7 +218,7 @@ def toml_of(options: argparse.Namespace) -> str:
 
 def config_of(options: argparse.Namespace) -> line.Message:
     """What all peers are told."""
-    names = ("peers", "followers", "parameters", "fragments", "max_shard", "sync_every", "overlap", "step_s", "jitter")
+    names = ("peers", "followers", "parameters", "step_s", "jitter", *SCHEDULE)
     found = {name: getattr(options, name) for name in names} | {"codec": "int4", "merge": "rda"}
     site = parse_topology(toml_of(options)).sites[0]
     for name, rate in (("up_budget", site.up_bps), ("down_budget", site.down_bps)):
@@ -264,6 +265,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-shard", type=int, default=1 << 20, help="largest shard, in parameters")
     parser.add_argument("--sync-every", type=int, default=24, help="steps between two rounds of a fragment (H)")
     parser.add_argument("--overlap", type=int, default=4, help="overlap in steps (tau)")
+    parser.add_argument("--together", type=int, default=MOST_TOGETHER, help="learners that are merged without groups")
     parser.add_argument("--step-s", type=float, default=1.0, help="seconds per step")
     parser.add_argument("--jitter", type=float, default=0.2, help="largest deviation of a step's time, as a share")
     parser.add_argument("--seconds", type=float, default=96.0, help="duration of the measurement")

@@ -38,16 +38,13 @@ APART_S = 1.0
 """Between the first dials of two peers."""
 TOKENS = 1000
 """A step."""
+SCHEDULE = ("fragments", "max_shard", "sync_every", "overlap", "together")
+"""Fields of the run's schedule that are told."""
 
 
 def schedule_of(config: line.Message) -> ScheduleConfig:
     """Of the run, as the parent wants it."""
-    return ScheduleConfig(
-        fragments=config["fragments"],
-        sync_every=config["sync_every"],
-        overlap=config["overlap"],
-        max_shard=config["max_shard"],
-    )
+    return ScheduleConfig(**{name: config[name] for name in SCHEDULE})
 
 
 class SteppingStandIn(StandIn):
