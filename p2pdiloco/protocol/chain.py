@@ -285,6 +285,8 @@ class Chain:
             return "it has not one factor for each contributor"
         if any(not LEAST_FACTOR <= factor <= 100 for factor in factors):
             return f"a factor is not between {LEAST_FACTOR} and 100 per cent"
+        if factors and min(factors) == 100:  # in a commit they are not told from none, which were signed
+            return "it states factors that are all 100 per cent"
         return None
 
     def part_problem(self, collector: PeerId, contributors: Iterable[Contributor]) -> str | None:

@@ -6,6 +6,7 @@ which the machine knows only by its digest. The driver stores payloads and attac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -169,8 +170,7 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     @property
     def merged_factors(self) -> tuple[int, ...]:
         """The factors of ``merged``; empty: all of all."""
-        found = tuple(part.factor for part in self.parts) if self.parts else self.factors
-        return found if any(factor < 100 for factor in found) else ()
+        return _as_stated([part.factor for part in self.parts]) if self.parts else self.factors
 
     @property
     def counted_factors(self) -> tuple[int, ...]:
@@ -188,11 +188,16 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
                 part.collector,
                 tuple(self.contributors[place] for place in part.members),
                 part.payload,
-                tuple(self.factors[place] for place in part.members) if self.factors else (),
+                _as_stated([self.factors[place] for place in part.members]) if self.factors else (),
                 part.signature,
             )
             for part in self.parts
         )
+
+
+def _as_stated(factors: Sequence[int]) -> tuple[int, ...]:
+    """Return a merge's factors as its maker states, and signs, them: none if all of all counts."""
+    return tuple(factors) if any(factor < 100 for factor in factors) else ()
 
 
 def part_as_one(group: GroupMerge) -> Contributor:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, peer_of
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, GroupMerge, Head
 from tests.machine_sim.integer_shards import GlobalShard, tokens_in, value_of
 from tests.machine_sim.learner import Copy
 from tests.simulation.topologies import pair_of, parts
@@ -51,6 +51,8 @@ class Checks:
         self.children: dict[tuple[ShardId, Digest], int] = {}
         self.tokens_merged = 0
         self.honesty = Honesty()
+        self.group_merges: set[tuple[ShardId, Digest, GroupMerge]] = set()
+        """What collectors have made, and signed, by shard and the head that it is relative to."""
         self.finished: dict[LearnerId, list[tuple[int, Block]]] = {}
         """By learner, the blocks of data that it has trained, with its tokens at their ends."""
 
@@ -124,6 +126,10 @@ class Checks:
         """A peer makes a commit."""
         if not self.honesty.made(header) and not self.world.settings[name].lies:
             self.violated(1, f"{name} makes two commits of version {header.version} of shard {header.shard}")
+        for group in () if self.world.settings[name].lies else header.groups():
+            is_signed = (header.shard, header.parent, group) in self.group_merges
+            if not is_signed and not self.world.settings[group.collector].lies:
+                self.violated(1, f"{name} commits another merge of {group.collector} than that which it has signed")
 
     def contradicted(self, owner: PeerId) -> None:
         """Two commits of one owner on one parent were seen."""

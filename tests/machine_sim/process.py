@@ -301,6 +301,7 @@ class Process:
         if effect.is_group:
             contributors = tuple(c.contributor for c in effect.contributions)
             group = GroupMerge(self.name, contributors, bytes.fromhex(digest), factors)
+            self.world.checks.group_merges.add((shard, effect.base.id, group))
             return ev.GroupMerged(shard, effect.base.id, group, self.setting.payload_bytes)
         result = self.world.outer_step(base, digest, payload)
         return ev.Merged(shard, effect.base.id, digest, result.digest, factors=factors)

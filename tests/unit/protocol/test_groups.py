@@ -256,6 +256,7 @@ def test_a_groups_merge_is_not_taken_from_another_peer_than_its_collector() -> N
     for sender, one in (
         (D, given(stage, B, B, D)),
         (B, given(stage, B, B, D, factors=(5, 100))),
+        (B, given(stage, B, B, D, factors=(100, 100))),
         (C, given(stage, C, B)),
     ):
         assert sent(stage.hear(sender, one), msg.Refused)
@@ -281,8 +282,10 @@ def test_a_merge_of_more_than_a_group_can_have_is_not_downloaded() -> None:
 def test_a_commit_with_parts_is_applied() -> None:
     """M7f: its contributions count as much as its own factor and that of its part say."""
     stage = grouped(owners="bacd")
-    commit = header_of(stage, given(stage, B, B, D, factors=(100, 50)), given(stage, C, C), factors=(40, 100))
+    merges = given(stage, B, B, D, factors=(100, 50)), given(stage, C, C)
+    commit = header_of(stage, *merges, factors=(40, 100))
     assert commit.counted_factors == (40, 100, 20)
+    assert commit.groups() == tuple(one.group for one in merges), "as their collectors signed them"
     effects = stage.take(commit)
     assert only(effects, ef.Apply)
     assert stage.head() == head_of(commit)
