@@ -558,11 +558,11 @@ class Contributions:
         self.aggregation.groups.on_candidates_changed()
         if not self.pending:
             return
-        able = {peer for peer, _ in self.core.participation.candidates()}
-        for pending in self.pending.values():
-            pending.beyond &= able  # a peer that comes back may have an older head
-        for shard in [s for s, p in self.pending.items() if p.target not in able and not p.has_answered]:
-            pending = self.pending[shard]
+        for shard, pending in list(self.pending.items()):
+            able = self.core.participation.receivers(shard)
+            pending.beyond.intersection_update(able)  # a peer that comes back may have an older head
+            if pending.target in able or pending.has_answered:
+                continue
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
             self._offer(shard)
 

@@ -140,7 +140,7 @@ class GroupMerges(Gatherer):
     def on_candidates_changed(self) -> None:
         """Offer merges to the next owner whose last one is gone."""
         for shard, offer in list(self._offers.items()):
-            if all(offer.asked[-1] != peer for peer, _ in self.core.participation.candidates(shard)):
+            if offer.asked[-1] not in self.core.participation.ranked_owners(shard):
                 self._offer(shard, offer, self._next_owner(shard, offer))
 
     def _next_owner(self, shard: ShardId, offer: Offer) -> PeerId:

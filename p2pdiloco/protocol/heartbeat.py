@@ -72,7 +72,7 @@ class Heartbeats:
         parted = membership.connectivity.on_goodbye(peer) if said_goodbye else NOBODY
         if is_shut_out:
             parted = frozenset((fingerprint(peer),))
-        membership.disconnect(peer)
+        membership.disconnect(peer, has_left=said_goodbye)
         self.aggregation.forget(peer)
         self.replication.on_peers_lost((peer,))  # ``refresh`` reports only peers that were still live
         self.refresh(why, parted=parted)

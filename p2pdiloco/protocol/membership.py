@@ -217,6 +217,7 @@ class Membership:
         "fastest_step_s",
         "group_bits",
         "interval_s",
+        "left",
         "live",
         "me",
         "met",
@@ -242,6 +243,8 @@ class Membership:
         self.peers: dict[PeerId, PeerView] = {}
         self.met: dict[PeerId, float] = {}
         """When each peer was first connected, the first ones first."""
+        self.left: dict[PeerId, None] = {}
+        """Peers that said goodbye and have not come back, the first ones first."""
         self.sequence = 0
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
         """Send times of the last heartbeats; the newest has number ``sequence``."""
@@ -279,13 +282,18 @@ class Membership:
         self.peers[peer] = PeerView(peer, now)
         self._roles = None
         self.met.setdefault(peer, now)
+        self.left.pop(peer, None)
         if len(self.met) > 2 * MAX_PEERS:
             del self.met[next(iter(self.met))]
         return True
 
-    def disconnect(self, peer: PeerId) -> None:
-        """Remove a connection."""
+    def disconnect(self, peer: PeerId, *, has_left: bool = False) -> None:
+        """Remove a connection. ``has_left``: the peer said goodbye."""
         self.peers.pop(peer, None)
+        if has_left:
+            self.left[peer] = None
+            if len(self.left) > MOST_LOST:
+                del self.left[next(iter(self.left))]
         self._roles = None
         self.connectivity.forget(peer)
 

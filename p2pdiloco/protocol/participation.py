@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from p2pdiloco.protocol.chain import Chain
+from p2pdiloco.protocol.counted_tokens import usual_prints
 from p2pdiloco.protocol.groups import drawn_groups, group_of
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.membership import Membership
@@ -89,7 +90,7 @@ class Participation:
 
         With groups, the first peers of all groups come first: only its own group knows which peer of it that is, and
         passes on what another one gets. A peer that leaves does so, too: while no other one of its group is connected
-        here, it keeps the turn of a group of which others contributed lately.
+        here, it keeps the turn of a group of which others contributed lately that have not left.
         """
         candidates, bits = self.candidates(shard), self._chains[shard].group_bits
         ranked = self._ranked(shard, candidates)
@@ -99,7 +100,8 @@ class Participation:
         unmet = {group: peers for group, peers in _divided(self.weights(shard), bits).items() if group not in here}
         if unmet:
             recent = self._chains[shard].recent_members()
-            here = here | {g: peers for g, peers in unmet.items() if len(recent.get(g, ())) > len(peers)}
+            known = set(usual_prints((self._membership.me, *self._membership.left)))
+            here = here | {g: peers for g, peers in unmet.items() if len(recent.get(g, set()) - known) > len(peers)}
         firsts = [
             self._ranked(shard, here[group])[0] for group in self.group_order(shard, self._next(shard)) if group in here
         ]

@@ -64,6 +64,62 @@ def test_the_last_of_a_group_owns_nothing_if_it_leaves() -> None:
     assert stage.machine.core.participation.ranked_owners(SHARD) == (A, C)
 
 
+def test_who_leaves_stands_for_nobody_who_has_left() -> None:
+    """M7g: where a whole group went at once, those of the other waited for its turns, each time for longer."""
+    stage = many()
+    for peer in (D, J):
+        stage.says(peer, phase="leaving")
+        stage.beats.pop(peer)
+        stage.hear(peer, msg.Leaving("bye"))
+    stage.says(B, phase="leaving")
+    assert stage.machine.core.participation.ranked_owners(SHARD)[0] != B
+    stage.meet(D)
+    stage.beats.pop(D)
+    stage.tell(ev.PeerDisconnected(D, "cut off"))
+    assert B in stage.machine.core.participation.ranked_owners(SHARD)
+
+
+def test_who_leaves_itself_knows_that_nobody_of_its_group_stays() -> None:
+    """M7g: each of the last two of a group took the other for its owner, and sent merges to it alone."""
+    stage = Stage(B, C, D, run=run_owned("cbda", 2, 1), together=2)
+    stage.give()
+    own = stage.machine.contributions.pending[SHARD].contribution.contributor
+    stage.take(stage.commit(own, *FIRST))
+    assert stage.head().version == 1
+    stage.says(C, phase="leaving")
+    stage.train(2)
+    stage.tell(ev.LeaveRequested("asked to"))
+    stage.says(B, weight=2.0)
+    assert set(stage.machine.core.participation.ranked_owners(SHARD)) == {B, D}
+
+
+def test_in_a_group_that_leaves_whoever_collects_is_asked_once() -> None:
+    """M7b, O3b: none of it is a candidate. Each heartbeat let its members turn to another of them."""
+    stage = many(run=run_owned("cbdeja", 2, 1))
+    for peer in (C, E):
+        stage.says(peer, phase="leaving")
+    stage.train(2)
+    stage.tell(ev.LeaveRequested("asked to"))
+    effects = stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    [(first, _)] = sent(effects, msg.Contribution)
+    assert first in NEAR
+    stage.says(B, step_time_s=0.2)
+    again = stage.says(B, weight=2.0)
+    assert not sent(again, msg.Contribution)
+    assert stage.machine.contributions.pending[SHARD].target == first
+
+
+def test_a_merge_is_offered_to_who_stands_for_a_group_until_its_turn_is_over() -> None:
+    """M7d: b leaves, and owns for those that a is not connected to. It is no candidate, either."""
+    stage = grouped(B, C, owners="bdac", has_learner=False)
+    stage.says(B, phase="leaving")
+    stage.announce(B, 8)
+    effects = stage.work(stage.hear(C, stage.contribution(C, 40, 80)), ef.Merge)
+    assert told(effects, msg.Contribution) == {B}
+    assert not only(stage.says(C, weight=2.0), ef.Merge), "it would own next"
+    assert told(stage.wait(0.9 * stage.machine.aggregation.waits().takeover_s), msg.Contribution) == set()
+
+
 def test_groups_take_turns() -> None:
     """M7g: in an order that each version draws."""
     assert {drawn_groups(f"run/0/{version}", 2)[0] for version in range(50)} == {0, 1, 2, 3}
