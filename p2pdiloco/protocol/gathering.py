@@ -132,7 +132,8 @@ class Gatherer(ABC):
 
     def may_merge(self, shard: ShardId) -> bool:
         """Return whether this peer merges on the shard's head now, apart from whose turn it is."""
-        return self.core.head(shard).id not in self.core.abandoned
+        core = self.core
+        return not core.membership.partition_detector.has_left and core.head(shard).id not in core.abandoned
 
     def start(self, shard: ShardId, contributions: tuple[Contribution, ...]) -> Merge:
         """Return the merge of these, sorted by learner."""

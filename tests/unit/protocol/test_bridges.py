@@ -120,6 +120,20 @@ def test_a_merge_is_offered_to_who_stands_for_a_group_until_its_turn_is_over() -
     assert told(stage.wait(0.9 * stage.machine.aggregation.waits().takeover_s), msg.Contribution) == set()
 
 
+def test_who_has_left_merges_nothing_any_more() -> None:
+    """C4a: a collector that all connections left, while it saved, merged what others had given it, alone."""
+    stage = many(has_learner=False)
+    for peer in (B, C, D, E, J):
+        stage.says(peer, phase="leaving")
+    stage.announce(E, 8)
+    assert only(stage.tell(ev.LeaveRequested("asked to")), ef.Leave)
+    effects = stage.hear(E, stage.contribution(E, 40, 80))
+    for peer in (B, C, D, E, J):
+        stage.beats.pop(peer)
+        effects += stage.tell(ev.PeerDisconnected(peer, "silent"))
+    assert not only(effects + stage.wait(2 * stage.config.takeover_ceiling_s), ef.Merge)
+
+
 def test_groups_take_turns() -> None:
     """M7g: in an order that each version draws."""
     assert {drawn_groups(f"run/0/{version}", 2)[0] for version in range(50)} == {0, 1, 2, 3}
