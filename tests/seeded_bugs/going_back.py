@@ -110,7 +110,7 @@ BUGS = (
         "an abandoned head is merged on",
         "p2pdiloco.protocol.gathering",
         "Gatherer.may_merge",
-        "self.core.head(shard).id not in self.core.abandoned",
+        "core.head(shard).id not in core.abandoned",
         "True",
         "the ruined chain goes on",
         "test_a_peer_returns_to_its_good_checkpoint",
