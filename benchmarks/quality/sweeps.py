@@ -121,6 +121,8 @@ def people() -> list[Setting]:
 ALONE: dict[str, Any] = {"method": "parallel", "learners": 1, "bounded": False, "correction": False}
 CROWD_STEPS = 480
 """The longest run for which the mean every three steps ships."""
+CROWD_SEEDS = tuple(range(1, 13))
+"""Of RDA in groups, whose first seeds differed by a per cent."""
 
 
 def crowd() -> list[Setting]:
@@ -155,7 +157,9 @@ def crowd() -> list[Setting]:
         *parallel(256),
         *learners(128, 32, (1,)),
         *parallel(128),
-        *(cell for seed in SEEDS[1:] for cell in seldom(16, (1, 4), seed)),
+        *(cell for seed in CROWD_SEEDS[1:] for cell in seldom(16, (1, 4), seed)),
+        *(cell for seed in SEEDS[1:] for cell in learners(64, 32, (1, 4), seed)),
+        *(cell for seed in SEEDS[1:] for cell in learners(64, 64, (1, 8), seed)),
     ]
 
 
