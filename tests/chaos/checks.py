@@ -335,10 +335,14 @@ def _clocks(evidence: Evidence) -> Verdict:
 
 
 def _liars(evidence: Evidence) -> Verdict:
-    """Peers with changed code took part, each of their lies was sent, and what differs from honest things was
-    counted."""
+    """Peers with changed code took part, each of their lies was sent, and what differs from honest things was counted,
+    but of no honest one."""
     plan = evidence.schedule.plan
-    problems = []
+    problems = [
+        f"{one.name}, which is honest, was charged with a wrong merge or accusation {one.charged} times"
+        for one in evidence.peers
+        if one.charged
+    ]
     for one in evidence.hostile:
         lies = plan.lies(one.name).split("+")
         if not one.peer:

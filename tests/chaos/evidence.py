@@ -116,6 +116,8 @@ class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     """and when a learner of it was ready."""
     told_of_clock: int = 0
     """Lives that were told that their machine's clock is wrong."""
+    charged: int = 0
+    """How often an honest peer found that it had merged wrongly, or accused another one falsely."""
     journal_events: int = 0
     journal_problem: str = ""
     """The first journal that does not replay, and why."""
@@ -153,6 +155,10 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     leftovers: tuple[str, ...]
 
 
+CHARGES = frozenset({"merge", "accusation"})
+"""Faults with which nobody is charged by mistake. A peer that was rolled back may make two commits of one version."""
+
+
 class EvidenceError(Exception):
     """The run did not come to its end, so there is nothing to judge."""
 
@@ -174,6 +180,8 @@ def read_evidence(out: Path) -> Evidence:
     for fault in schedule.faults:
         if fault.kind == "leave":
             leaves.setdefault(fault.peers[0], set()).add(fault.number)
+    honest = [name for name in schedule.plan.names if not schedule.plan.lies(name)]
+    faults = [line for name in honest for line in read_events(out / f"peer-{name}") if line["event"] == "fault"]
     return Evidence(
         schedule=schedule,
         began=first["began"].time,
@@ -182,11 +190,7 @@ def read_evidence(out: Path) -> Evidence:
         faults=tuple(_struck(schedule.faults, happened)),
         skipped=sum(line.what == "skipped" for line in happened),
         twins=tuple(_twins(happened)),
-        peers=tuple(
-            _peer(out, name, happened, leaves, schedule.plan.clock_off_s(name))
-            for name in schedule.plan.names
-            if not schedule.plan.lies(name)
-        ),
+        peers=tuple(_peer(out, name, happened, leaves, schedule.plan.clock_off_s(name), faults) for name in honest),
         hostile=tuple(_hostile(out, name) for name in schedule.plan.names if schedule.plan.lies(name)),
         last=[line.peer for line in happened if line.what == "leaving"][-1],
         leftovers=tuple(json.loads(first["over"].text)),
@@ -214,9 +218,14 @@ def _twins(happened: list[Happening]) -> Iterator[Twin]:
 
 
 def _peer(
-    out: Path, name: str, happened: list[Happening], leaves: dict[str, set[int]], clock_off_s: float
+    out: Path,
+    name: str,
+    happened: list[Happening],
+    leaves: dict[str, set[int]],
+    clock_off_s: float,
+    faults: list[dict[str, Any]],
 ) -> PeerEvidence:
-    """``leaves``: the numbers of the faults that asked each peer to leave."""
+    """``leaves``: the numbers of the faults that asked each peer to leave; ``faults``: what honest peers counted."""
     folder = out / f"peer-{name}"
     events = sorted(read_events(folder, clock_off_s), key=lambda line: line["time"])
     asked = [line.time for line in happened if line.what == "struck" and line.fault in leaves.get(name, ())]
@@ -233,6 +242,7 @@ def _peer(
         absences=tuple(line["time"] for line in events if line["event"] == "learner-not-started"),
         starts=tuple(line["time"] for line in events if line["event"] == "learner-ready"),
         told_of_clock=_told_of_clock(folder),
+        charged=sum(line["what"] in CHARGES and line["peer"] in _ids(folder) for line in faults),
         journal_events=events_read,
         journal_problem=problem,
     )
@@ -240,12 +250,17 @@ def _peer(
 
 def _hostile(out: Path, name: str) -> HostilePeer:
     folder = out / f"peer-{name}"
-    ids = {line["peer"] for line in read_events(folder) if line["event"] == "started"}
+    ids = _ids(folder)
     others = (one for one in out.glob("peer-*") if one != folder)
     counted = sum(line["event"] == "fault" and line["peer"] in ids for one in others for line in read_events(one))
     path = folder / SENT_LIES
     sent = path.read_text().split() if path.exists() else ()
     return HostilePeer(name=name, peer=min(ids, default=""), faults=counted, sent=tuple(sorted({*sent})))
+
+
+def _ids(folder: Path) -> set[str]:
+    """A peer's id, if it ever started."""
+    return {line["peer"] for line in read_events(folder) if line["event"] == "started"}
 
 
 def _told_of_clock(folder: Path) -> int:

@@ -148,6 +148,7 @@ BROKEN = {
     "a copy fails": (evidence(twins=(Twin(peer="A", given_s=9.0, status=1, said=SAID),)), "twins ended"),
     "a copy says something else": (evidence(twins=(Twin(peer="A", given_s=9.0, status=2, said="no"),)), "twins ended"),
     "nobody is told of its clock": (demanding(odd=Oddities(clocks_off_s=(0.0, 3600.0))), "wrong clocks told"),
+    "an honest owner is barred": (with_peer("B", charged=1), "liars counted"),
     "a liar is not counted": (beside_liar("values", faults=0), "liars counted"),
     "a lie never left its liar": (beside_liar("values+tokens", sent=("values",)), "liars counted"),
     "a liar never came": (beside_liar("steps", peer=""), "liars counted"),
