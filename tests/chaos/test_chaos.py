@@ -19,11 +19,10 @@ POLL_S = 0.05
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("more", [(), ("--peers", "6", "--together", "3")], ids=["four peers", "groups"])
-def test_a_short_chaos_keeps_every_promise(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_a_short_chaos_keeps_every_promise(tmp_path: Path) -> None:
     """As ``make chaos``: a peer is killed, stopped, cut off or spoilt every four seconds, and once all at once."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "tests.chaos", "--plan", "short", "--out", str(out), *more]
+    command = [sys.executable, "-m", "tests.chaos", "--plan", "short", "--out", str(out)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     summary = json.loads((out / "verdicts.json").read_text())

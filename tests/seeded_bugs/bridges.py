@@ -90,7 +90,7 @@ BUGS = (
         "a group has no turn while the only peer of it here leaves",
         "protocol.participation",
         "Participation.ranked_owners",
-        "len(recent.get(g, ())) > len(peers)",
+        "len(recent.get(g, set()) - known) > len(peers)",
         "False",
         "two owners commit the same version, and the work of the one that leaves is lost",
         "test_who_leaves_passes_on_what_is_for_others_of_its_group",
