@@ -27,7 +27,7 @@ from p2pdiloco.protocol.response_times import ResponseTimes
 from p2pdiloco.protocol.state import Core
 from p2pdiloco.protocol.support import Support
 from p2pdiloco.protocol.suspicion import SmallCommits, is_crowd, took_part
-from p2pdiloco.protocol.waiting import LONGEST_WAIT, ROUNDS, CommitDue, CommitView, Times, Waits, due, waits
+from p2pdiloco.protocol.waiting import LONGEST_WAIT, CommitDue, CommitView, Times, Waits, due, waits
 
 ARRIVAL_KEPT = 0.95
 """Share of the longest arrival of a commit that is left after the next one."""
@@ -61,14 +61,8 @@ class Aggregation(Gatherer):
     # -- measured times ------------------------------------------------------------------------------------------------
 
     def record_round(self, seconds: float) -> None:
-        """Add the duration of a round, from its announcement to its last commit, to the mean.
-
-        One that took the takeover time does not say how long it takes if its owner merges, and counts for its part of
-        that time. So while owners fail, that time grows slowly, and not each time by a factor.
-        """
-        takeover_s = self.waits().takeover_s
-        if seconds >= takeover_s:
-            seconds = takeover_s / ROUNDS
+        """Add the duration of a round, from its announcement to its last commit, to the mean."""
+        seconds = min(seconds, self.core.config.takeover_ceiling_s)
         self.round_s += SMOOTHING * (seconds - self.round_s)
 
     def record_arrival(self, seconds: float) -> None:

@@ -23,8 +23,6 @@ slower, so half of a short round is not enough."""
 LONGEST_WAIT = 0.75
 """Share of the takeover time that an owner waits at most for groups: its commit must come before the next one merges,
 and groups' merges are on their way to that one by then."""
-ROUNDS = 3
-"""Usual rounds in the takeover time."""
 ARRIVALS = 1.5
 """Times of arrival for which a peer waits for a commit that others have: somebody may be about to send it."""
 LEFT_OUT_TAKEOVERS = 2
@@ -69,7 +67,7 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Wait
     takeover time, so that the commit arrives before the next owner would merge, too. While a peer leaves, no owner
     waits for nearly all.
     """
-    wanted_s = config.overlap * times.step_s + ROUNDS * times.round_s + 4 * times.slowest_round_trip_s
+    wanted_s = config.overlap * times.step_s + 3 * times.round_s + 4 * times.slowest_round_trip_s
     takeover_s = min(max(wanted_s, config.takeover_floor_s), config.takeover_ceiling_s)
     steps = max(config.sync_every / 2, LEAST_WAIT_STEPS)
     is_waiting = bool(config.grace_share) and not is_any_leaving

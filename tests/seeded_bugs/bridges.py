@@ -151,16 +151,6 @@ BUGS = (
         "tests/unit/protocol/test_groups.py",
     ),
     _bug(
-        "missed turns prolong themselves",
-        "protocol.aggregation",
-        "Aggregation.record_round",
-        "seconds >= takeover_s",
-        "False",
-        "while an owner is missing, each version takes three times as long as the last",
-        "test_the_takeover_time_does_not_grow_by_itself",
-        "tests/unit/protocol/test_ownership.py",
-    ),
-    _bug(
         "an owner waits for those that it is connected to",
         "protocol.aggregation",
         "Aggregation.participants",
