@@ -122,7 +122,7 @@ ALONE: dict[str, Any] = {"method": "parallel", "learners": 1, "bounded": False, 
 CROWD_STEPS = 480
 """The longest run for which the mean every three steps ships."""
 CROWD_SEEDS = tuple(range(1, 13))
-"""Of RDA in groups, whose first seeds differed by a per cent."""
+"""Seeds of the cells with RDA: so many, because the first three differed by a per cent."""
 
 
 def crowd() -> list[Setting]:

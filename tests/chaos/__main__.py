@@ -75,6 +75,8 @@ async def run(arguments: argparse.Namespace) -> int:
     with as_command_errors(PlanError):
         path = find_plan(arguments.plan)
         if is_liars_plan(path):
+            if arguments.together is not None or arguments.seconds is not None:
+                raise CommandError(f"--plan {arguments.plan}: it takes neither --together nor --seconds", REPAIR)
             for number in (signal.SIGINT, signal.SIGTERM):  # the peers die with this process, or the reaper kills them
                 asyncio.get_running_loop().add_signal_handler(number, os._exit, INTERRUPTED)
             return await asyncio.to_thread(_liars, path, arguments)

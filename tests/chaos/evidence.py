@@ -117,7 +117,7 @@ class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     told_of_clock: int = 0
     """Lives that were told that their machine's clock is wrong."""
     charged: int = 0
-    """How often an honest peer found that it had merged wrongly, or accused another one falsely."""
+    """Number of times that an honest peer charged it with a wrong merge or a false accusation."""
     journal_events: int = 0
     journal_problem: str = ""
     """The first journal that does not replay, and why."""

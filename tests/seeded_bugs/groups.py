@@ -104,6 +104,15 @@ BUGS = (
         "test_a_groups_merge_goes_to_the_next_owner_after_each_takeover_time",
     ),
     _bug(
+        "a collector may state that all of all counts",
+        "protocol.chain",
+        "Chain.contributors_problem",
+        "factors and min(factors) == 100",
+        "False",
+        "a lying collector lets the owner that merges it be barred",
+        "test_a_groups_merge_is_not_taken_from_another_peer_than_its_collector",
+    ),
+    _bug(
         "a merge waits for an owner that is gone",
         "protocol.group_merges",
         "GroupMerges.on_candidates_changed",
