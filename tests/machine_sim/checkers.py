@@ -52,7 +52,7 @@ class Checks:
         self.tokens_merged = 0
         self.honesty = Honesty()
         self.group_merges: set[tuple[ShardId, Digest, GroupMerge]] = set()
-        """Groups' merges as their collectors have signed them, each with its shard and the head that it is relative to."""
+        """Groups' merges as their collectors have signed them, with the shard and the head that each is relative to."""
         self.finished: dict[LearnerId, list[tuple[int, Block]]] = {}
         """By learner, the blocks of data that it has trained, with its tokens at their ends."""
 
