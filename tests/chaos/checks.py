@@ -91,7 +91,7 @@ def _one_model(evidence: Evidence) -> Verdict:
     names: dict[tuple[int, int], dict[str, str]] = {}
     for peer in evidence.peers:
         for commit in peer.commits:
-            if commit.time >= since:
+            if since <= commit.time < evidence.settled:
                 names.setdefault((commit.shard, commit.version), {})[peer.name] = commit.head
     compared = {key: heads for key, heads in names.items() if len(heads) > 1}
     problems = [
@@ -111,10 +111,9 @@ def _one_model(evidence: Evidence) -> Verdict:
 def _last_states(evidence: Evidence) -> Iterator[str]:
     """For every shard with which a peer ended: what is wrong with it, or nothing."""
     last = next(peer for peer in evidence.peers if peer.name == evidence.last)
-    if last.left is None:
-        yield f"{last.name}, the last to leave, left no report"
+    if last.left is None or not last.chains:
+        yield f"{last.name}, the last to leave, left no report or no journal"
         return
-    chain = {(commit.shard, commit.version): commit.head for commit in last.commits}
     digests: dict[str, str | None] = {}
     for peer in evidence.peers:
         if peer.left is None:
@@ -122,8 +121,7 @@ def _last_states(evidence: Evidence) -> Iterator[str]:
             continue
         for shard, (version, head) in enumerate(zip(peer.left.versions, peer.left.heads, strict=True)):
             digest = peer.left.digests[shard]
-            expected = last.left.heads[shard] if version == last.left.versions[shard] else chain.get((shard, version))
-            if head != expected:
+            if head not in last.chains[shard]:
                 yield f"{peer.name} ended shard {shard} with version {version} on another chain than {last.name}"
             elif digest is None or digests.setdefault(head, digest) != digest:
                 yield f"{peer.name} ended shard {shard}, version {version}, with another digest"

@@ -121,6 +121,8 @@ class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     journal_events: int = 0
     journal_problem: str = ""
     """The first journal that does not replay, and why."""
+    chains: tuple[frozenset[str], ...] = ()
+    """By shard: the heads of its chain at its end, forks left out, as far back as the newest journal's replay knows."""
 
 
 class HostilePeer(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,7 +232,7 @@ def _peer(
     events = sorted(read_events(folder, clock_off_s), key=lambda line: line["time"])
     asked = [line.time for line in happened if line.what == "struck" and line.fault in leaves.get(name, ())]
     lives = list(_lives(name, happened, events, asked, _reports(folder)))
-    events_read, problem = _replay_all(folder)
+    events_read, problem, chains = _replay_all(folder)
     report = _newest(folder, "*/report.json", lives[-1].began if lives else 0.0)
     return PeerEvidence(
         name=name,
@@ -245,6 +247,7 @@ def _peer(
         charged=sum(line["what"] in CHARGES and line["peer"] in _ids(folder) for line in faults),
         journal_events=events_read,
         journal_problem=problem,
+        chains=chains,
     )
 
 
@@ -359,9 +362,10 @@ def _newest(folder: Path, pattern: str, since: float) -> Path | None:
     return found[-1] if found and found[-1].stat().st_mtime >= since else None
 
 
-def _replay_all(folder: Path) -> tuple[int, str]:
-    """Events in the peer's journals, and the first that a fresh machine answers in another way."""
-    total = 0
+def _replay_all(folder: Path) -> tuple[int, str, tuple[frozenset[str], ...]]:
+    """Events in the peer's journals, the first that a fresh machine answers in another way, and the last one's
+    chains."""
+    total, chains = 0, tuple[frozenset[str], ...]()
     for path in sorted(folder.glob("*/journal*.bin"), key=lambda path: path.stat().st_mtime):
         try:
             config, entries = read_journal(path)
@@ -369,8 +373,9 @@ def _replay_all(folder: Path) -> tuple[int, str]:
             for number, entry in enumerate(entries, start=1):
                 total += 1
                 if effects_crc(machine.handle(entry.event, entry.now)) != entry.effects_crc:
-                    return total, f"{re.sub('.*/peer-', 'peer-', str(path))}: event {number} has other effects"
+                    return total, f"{re.sub('.*/peer-', 'peer-', str(path))}: event {number} has other effects", chains
+            chains = tuple(frozenset(map(str, chain.heads())) for chain in machine.core.chains)
         except JournalError as error:
             if path.stat().st_size:
-                return total, str(error)
-    return total, ""
+                return total, str(error), chains
+    return total, "", chains

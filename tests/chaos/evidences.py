@@ -48,6 +48,7 @@ def peer(name: str) -> PeerEvidence:
         ),
         marks={f"{other}/1": (TOKENS,) * SHARDS for other in PLAN.names},
         journal_events=1000,
+        chains=tuple(frozenset(f"head-{shard}-{version}" for version in range(1, 86)) for shard in range(SHARDS)),
     )
 
 
