@@ -202,6 +202,7 @@ class Node:
                 cache=folder / "peers.json",
                 duplicate_seen=duplicate_identity.handle_record,
                 group_bits=lambda: peer.machine.view.group_bits,
+                is_leaving=lambda other: peer.machine.view.is_leaving(other),
             )
             others = lambda: max(len(transport.peers()), peer.machine.view.learners)  # noqa: E731
             run_announcer = RunAnnouncer(manifest, directory, others)

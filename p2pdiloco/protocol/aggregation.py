@@ -61,9 +61,11 @@ class Aggregation(Gatherer):
     # -- measured times ------------------------------------------------------------------------------------------------
 
     def record_round(self, seconds: float) -> None:
-        """Add the duration of a round, from its announcement to its last commit, to the mean."""
-        seconds = min(seconds, self.core.config.takeover_ceiling_s)
-        self.round_s += SMOOTHING * (seconds - self.round_s)
+        """Add the duration of a round, from its announcement to its last commit, to the mean, unless somebody leaves:
+        that takes longer, and who leaves has no time to wait for longer turns."""
+        if not self.core.participation.is_any_leaving():
+            seconds = min(seconds, self.core.config.takeover_ceiling_s)
+            self.round_s += SMOOTHING * (seconds - self.round_s)
 
     def record_arrival(self, seconds: float) -> None:
         """Record that a commit came by itself so long after the first news of it."""
@@ -133,14 +135,20 @@ class Aggregation(Gatherer):
         return super().waits_longer(shard) or bool(self.bits(shard))
 
     def is_whole(self, contribution: Contribution) -> bool:
-        """Return whether nearly all of a group that contributed lately are in its merges that are here."""
+        """Return whether nearly all of a group that contributed lately and have not left are in its merges that are
+        here."""
         if contribution.group is None:
             return True
         shard = contribution.shard
         given = (*self.collections[shard].given.values(), contribution)
         here = set(usual_prints(peer for one in given for peer in one.givers))
         group = self.core.participation.group(shard, contribution.giver)
-        recent = self.core.chains[shard].recent_members().get(group, set())
+        recent = (
+            self.core.chains[shard]
+            .recent_members()
+            .get(group, set())
+            .difference(usual_prints(self.core.membership.left))
+        )
         return Support(len(here & recent), len(recent)).is_nearly_all
 
     def answers(self, shard: ShardId, missing: int = 0) -> Support:
@@ -272,17 +280,18 @@ class Aggregation(Gatherer):
 
     def _source(self, sender: PeerId, contribution: Contribution) -> PeerId:
         """Return from whom a contribution comes: its peer, or the group whose merge another peer passes on."""
-        is_direct = contribution.giver == sender
-        return sender if is_direct else group_name(group_of(contribution.giver, self.bits(contribution.shard)))
+        return sender if contribution.giver == sender else self._group_name(contribution)
+
+    def _group_name(self, contribution: Contribution) -> PeerId:
+        return group_name(group_of(contribution.giver, self.bits(contribution.shard)))
 
     def _take_group(self, sender: PeerId, contribution: Contribution) -> None:
-        """Collect another group's merge, or pass it on to the peer of this group that owns before this one."""
+        """Collect another group's merge, and pass it on to the peer of this group that owns before this one."""
         participation, shard = self.core.participation, contribution.shard
         first = participation.receivers(shard)[0]
-        if participation.is_near(shard, sender) or first == self.core.config.peer:
-            self._accept_group(contribution)
-        else:
+        if not participation.is_near(shard, sender) and first != self.core.config.peer:
             self.core.send((first,), contribution)
+        self._accept_group(contribution)
 
     def _accept_group(self, contribution: Contribution) -> None:
         """Collect a group's merge, unless others that have contributors in common with it hold as many."""
@@ -293,7 +302,7 @@ class Aggregation(Gatherer):
             return
         for rival in rivals:
             del collection.given[rival]
-        self.accept(group_name(group_of(contribution.giver, self.bits(contribution.shard))), contribution)
+        self.accept(self._group_name(contribution), contribution)
 
     # -- commit --------------------------------------------------------------------------------------------------------
 
@@ -402,10 +411,14 @@ class Aggregation(Gatherer):
             owners.on_turn_missed(first, core.now, round_s, core.membership.connectivity.tiers)
 
     def forget(self, peer: PeerId) -> None:
-        """Drop early contributions of a peer that has left. The peer sends them again if it comes back."""
+        """Drop early contributions of a peer that has left, and wait no longer for it in its group's merges. The peer
+        sends them again if it comes back."""
         self.response_times.forget(peer)
         for early in self.early:
             early.pop(peer, None)
+        for collection in self.collections:
+            merges = [one for one in collection.given.values() if one.group is not None]
+            collection.answered.update(map(self._group_name, filter(self.is_whole, merges)))
 
     def payloads(self, shard: ShardId) -> set[Digest]:
         """Return the payloads that may still be merged here."""

@@ -101,7 +101,10 @@ def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: Commi
     core.send(
         tuple(peer for peer in receivers if peer not in has_it), Commit(header, None if root == header.owner else root)
     )
-    core.send(tuple(sorted(listeners.difference(entries, has_it))), Heads((head,), core.step))
+    listeners = listeners.difference(entries, has_it)
+    if header.owner in participation.leaving():
+        listeners.add(header.owner)  # it leaves when somebody has its commit
+    core.send(tuple(sorted(listeners)), Heads((head,), core.step))
 
 
 def _inner_first(order: tuple[PeerId, ...], place: int) -> list[PeerId]:

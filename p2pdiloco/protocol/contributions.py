@@ -227,7 +227,7 @@ class FragmentRound:
 class Pending:
     """A contribution that is neither merged nor superseded."""
 
-    __slots__ = ("asked", "beyond", "contribution", "has_answered", "rank", "target")
+    __slots__ = ("asked", "beyond", "contribution", "has_answered", "is_leaving", "rank", "target")
 
     def __init__(self, contribution: Contribution) -> None:
         self.contribution = contribution
@@ -240,6 +240,8 @@ class Pending:
         self.target = PeerId("")
         self.has_answered = False
         """Whether the target has refused it because its head wins over the base."""
+        self.is_leaving = False
+        """Whether the target was known to leave when it was asked."""
 
 
 class Contributions:
@@ -512,7 +514,7 @@ class Contributions:
             pending.asked.clear()
         pending.target = next(peer for peer in ranked if peer not in pending.asked and peer not in pending.beyond)
         pending.asked.add(pending.target)
-        pending.has_answered = False
+        pending.has_answered, pending.is_leaving = False, pending.target in core.participation.leaving()
         if pending.target == core.config.peer:
             self.aggregation.collect(pending.target, pending.contribution)
         else:
@@ -561,7 +563,10 @@ class Contributions:
         for shard, pending in list(self.pending.items()):
             able = self.core.participation.receivers(shard)
             pending.beyond.intersection_update(able)  # a peer that comes back may have an older head
-            if pending.target in able or pending.has_answered:
+            is_able = pending.target in able and (
+                pending.is_leaving or pending.target not in self.core.participation.leaving()
+            )
+            if is_able or pending.has_answered:
                 continue
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
             self._offer(shard)

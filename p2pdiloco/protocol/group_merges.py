@@ -3,7 +3,8 @@
 Rules of this file:
 1. A collector of rank r sends its merge to the owner of rank r, and after each further takeover time to the next one:
    if the first owner fails, the next one gets the merges of all groups.
-2. What comes after the merge is merged with the rest after a takeover time, for all owners that have the first merge.
+2. What comes after the merge is merged with the rest, for all owners that have the first merge: once all have answered,
+   or after a takeover time.
 3. A group's merge that comes too late is lost. Its contributions are not: their learners contribute again.
 """
 
@@ -52,13 +53,13 @@ class Offer:
 
     __slots__ = ("asked", "at", "contribution", "laps")
 
-    def __init__(self, contribution: Contribution, asked: list[PeerId], laps: int) -> None:
+    def __init__(self, contribution: Contribution, asked: list[PeerId], laps: int, at: float) -> None:
         self.contribution = contribution
         self.asked = asked
         self.laps = laps
         """Passes over all owners, the current one included; in the n-th, each has n takeover times."""
-        self.at = 0.0
-        """Time at which it was sent last."""
+        self.at = at
+        """Time at which the last of them was asked."""
 
     @property
     def learners(self) -> set[LearnerId]:
@@ -110,10 +111,12 @@ class GroupMerges(Gatherer):
         """Start a merge if it is due, or offer the last one to the next owner."""
         core, collection, offer = self.core, self.collections[shard], self._offers.get(shard)
         if offer is not None and not collection.is_closed:
-            if core.now < (due_at := offer.at + offer.laps * self.waits().takeover_s):
+            is_due = core.now >= (due_at := self._due_at(offer))
+            is_same = collection.given.keys() == offer.learners
+            if not is_due and (is_same or not self.participants(shard) <= collection.answered):
                 core.alarms.set((self.alarm, shard), due_at)
                 return
-            if collection.given.keys() == offer.learners:
+            if is_same:
                 self._offer(shard, offer, self._next_owner(shard, offer))
                 return
         super().merge_if_due(shard)
@@ -127,9 +130,10 @@ class GroupMerges(Gatherer):
             return
         one, head, last = part_as_one(event.group), self.core.head(shard), self._offers.get(shard)
         contribution = Contribution(shard, head, collection.step, one, event.payload_bytes, event.group)
-        offer = Offer(contribution, [], 1) if last is None else Offer(contribution, last.asked, last.laps)
-        self._offers[shard] = offer
-        self._offer(shard, offer, *offer.asked, self._next_owner(shard, offer))
+        asked, laps, at = ([], 1, -math.inf) if last is None else (last.asked, last.laps, last.at)
+        self._offers[shard] = offer = Offer(contribution, asked, laps, at)
+        is_due = self.core.now >= self._due_at(offer)
+        self._offer(shard, offer, *offer.asked, *([self._next_owner(shard, offer)] if is_due else []))
         self._owner.merge_if_due(shard)
 
     def on_merge_failed(self, shard: ShardId, culprit: PeerId | None, reason: str) -> None:
@@ -143,6 +147,10 @@ class GroupMerges(Gatherer):
             if offer.asked[-1] not in self.core.participation.ranked_owners(shard):
                 self._offer(shard, offer, self._next_owner(shard, offer))
 
+    def _due_at(self, offer: Offer) -> float:
+        """Return when the turn of the owner that was asked last is over."""
+        return offer.at + offer.laps * self.waits().takeover_s
+
     def _next_owner(self, shard: ShardId, offer: Offer) -> PeerId:
         owners, rank = self.core.participation.ranked_owners(shard), self.rank(shard)
         order = owners[rank:] + owners[:rank]
@@ -152,8 +160,9 @@ class GroupMerges(Gatherer):
 
     def _offer(self, shard: ShardId, offer: Offer, *owners: PeerId) -> None:
         core, me = self.core, self.core.config.peer
-        offer.asked, offer.at = list(dict.fromkeys((*offer.asked, *owners))), core.now
-        core.alarms.set((self.alarm, shard), core.now + offer.laps * self.waits().takeover_s)
+        if owners[-1] not in offer.asked:
+            offer.asked, offer.at = [*offer.asked, owners[-1]], core.now
+        core.alarms.set((self.alarm, shard), self._due_at(offer))
         core.send(tuple(owner for owner in dict.fromkeys(owners) if owner != me), offer.contribution)
         if me in owners:
             self._collect(me, offer.contribution)

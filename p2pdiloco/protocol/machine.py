@@ -114,7 +114,7 @@ class Machine:
         self.heartbeats = Heartbeats(
             self.core, self.aggregation, self.contributions, self.replication, self.block_assignment
         )
-        self.shutdown = Shutdown(self.core, self.contributions)
+        self.shutdown = Shutdown(self.core, self.contributions, self.replication.reports)
         self.view = MachineView(self.core, self.replication, self.evaluations, self.contributions, self.going_back)
         self.is_alone = False
 
@@ -239,8 +239,8 @@ class Machine:
         core, commit = self.core, msg.commit_id(header)
         self.replication.apply(header, commit)
         relay_commit(core, self.replication.reports, commit, header, None)
-        if is_alone := not core.participation.peers(event.shard):
-            self.shutdown.solitary[event.shard] = commit
+        self.shutdown.made[event.shard] = header
+        is_alone = not core.participation.peers(event.shard)
         if is_alone and not self.is_alone:
             told = f"shard {event.shard} version {header.version}: no other peer is live, so this peer merges alone"
             core.note("warning", "alone", told)
@@ -357,7 +357,7 @@ class Machine:
 
     def _on_message(self, peer: PeerId, message: msg.Message) -> None:
         core = self.core
-        if peer not in core.membership.peers:
+        if peer not in core.membership.peers and not isinstance(message, msg.Commit):
             return
         match message:
             case msg.Heartbeat():  # most messages

@@ -27,7 +27,7 @@ from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId, d
 
 MANIFEST = "manifest.msgpack"
 """Name of the file that holds a manifest."""
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 """Raised whenever peers of two releases could no longer merge together."""
 
 MAX_HELD_OUT = 1 << 20

@@ -203,8 +203,8 @@ class Roles(NamedTuple):
     """The donors with the weights that they ask for."""
     finished: frozenset[PeerId]
     """Peers that have reached the end of the run."""
-    is_any_leaving: bool
-    """Whether one of them that participates is leaving before the run's end."""
+    leaving: frozenset[PeerId]
+    """Those that leave before the run's end."""
 
 
 class Membership:
@@ -424,7 +424,7 @@ class Membership:
             self.live = tuple(live)
             self._roles = None
         self.participating = frozenset(participating)
-        self.owners.set_candidates(candidates, leaving)
+        self.owners.set_candidates(candidates, leaving, self.group_bits)
         willing = tuple(one for one in self.owners.willing if self.is_near(one[0]))
         far = [peer for peer in live if not self.is_near(peer)]
         self.connectivity.judge(now, near, willing, SETTLING_BEATS * beat_s, far)
@@ -464,7 +464,7 @@ class Membership:
                 newcomers=frozenset(peer for peer, beat in beats if beat.phase == "joining"),
                 weights=weights,
                 finished=frozenset(peer for peer, beat in beats if beat.phase in ("finished", "done")),
-                is_any_leaving=any(beat.phase == "leaving" and beat.is_participating for _, beat in beats),
+                leaving=frozenset(peer for peer, beat in beats if beat.phase == "leaving"),
             )
         return self._roles
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import log
 
+from p2pdiloco.protocol.groups import group_of
 from p2pdiloco.protocol.ids import PeerId, RunId
 
 Candidates = tuple[tuple[PeerId, float], ...]
@@ -46,8 +47,8 @@ def ranked(text: str, candidates: Candidates) -> tuple[PeerId, ...]:
 # 1. Weights count for at most twice the median. A peer that asks for weight 0 owns only if no other peer may.
 # 2. The best connected come first, then peers that hear one of them. Peers that let the takeover time pass come last
 #    for a while, which grows each time.
-# 3. A peer that is barred or leaving owns only if no other peer may. If all leave at once, they still agree on owners:
-#    otherwise each would merge alone, one after the other.
+# 3. A peer that is barred owns only if no other peer may, and one that is leaving if no other of its group may. If all
+#    of a group leave at once, they still agree on owners: otherwise each would merge alone, one after the other.
 
 
 MOST_WEIGHT = 2.0
@@ -93,7 +94,7 @@ class Owners:
         self.own_weight: float | None = None
         """Weight that this peer asks for; None until it has all states."""
         self.is_leaving = False
-        """This peer is leaving, so it owns nothing new unless all peers leave."""
+        """This peer is leaving, so it owns nothing new unless all of its group leave."""
         self.barred: frozenset[PeerId] = frozenset()
         """Peers that own nothing if another peer can: they equivocated or made a rejected commit."""
         self.willing: Candidates = ()
@@ -110,7 +111,7 @@ class Owners:
 
     @property
     def may_own(self) -> bool:
-        """True if this peer merges at all. A leaving peer merges only if no other peer may.
+        """True if this peer merges at all. A leaving peer merges only if no other one of its group may.
 
         Its contributors turn to another owner at once, so a merge here would be a fork.
         """
@@ -120,14 +121,17 @@ class Owners:
         """Return whether ``peer`` is barred and another peer can own."""
         return peer in self.barred and all(peer != other for other, _ in self.willing)
 
-    def set_candidates(self, others: list[tuple[PeerId, float]], leaving: list[tuple[PeerId, float]]) -> None:
+    def set_candidates(
+        self, staying: list[tuple[PeerId, float]], leaving: list[tuple[PeerId, float]], group_bits: int = 0
+    ) -> None:
         """Set the other peers that may own, with the weights that they ask for.
 
-        ``leaving`` may own only if everybody leaves.
+        ``leaving`` may own where all of their group leave. ``group_bits``: base-2 logarithm of the number of groups.
         """
-        candidates = leaving if self.is_leaving and not others else others
-        if self.own_weight is not None and not (self.is_leaving and others):
-            candidates.append((self._me, self.own_weight))
+        if self.own_weight is not None:
+            (leaving if self.is_leaving else staying).append((self._me, self.own_weight))
+        kept = {group_of(peer, group_bits) for peer, _ in staying}
+        candidates = staying + [one for one in leaving if group_of(one[0], group_bits) not in kept]
         if self.barred:
             others = [candidate for candidate in candidates if candidate[0] not in self.barred]
             candidates = others or candidates

@@ -12,7 +12,6 @@ from hashlib import blake2b
 from typing import Protocol
 
 from p2pdiloco.protocol.chain import Chain
-from p2pdiloco.protocol.counted_tokens import usual_prints
 from p2pdiloco.protocol.groups import drawn_groups, group_of
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.membership import Membership
@@ -89,19 +88,13 @@ class Participation:
         """Return the candidates in the order in which they may merge the shard's next version.
 
         With groups, the first peers of all groups come first: only its own group knows which peer of it that is, and
-        passes on what another one gets. A peer that leaves does so, too: while no other one of its group is connected
-        here, it keeps the turn of a group of which others contributed lately that have not left.
+        passes on what another one gets.
         """
         candidates, bits = self.candidates(shard), self._chains[shard].group_bits
         ranked = self._ranked(shard, candidates)
         if not bits:
             return ranked
         here = _divided(candidates, bits)
-        unmet = {group: peers for group, peers in _divided(self.weights(shard), bits).items() if group not in here}
-        if unmet:
-            recent = self._chains[shard].recent_members()
-            known = set(usual_prints((self._membership.me, *self._membership.left)))
-            here = here | {g: peers for g, peers in unmet.items() if len(recent.get(g, set()) - known) > len(peers)}
         firsts = [
             self._ranked(shard, here[group])[0] for group in self.group_order(shard, self._next(shard)) if group in here
         ]
@@ -182,9 +175,13 @@ class Participation:
         is_own = peer == self._membership.me
         return bool(self._this_peer.departure) if is_own else self._membership.is_departing(peer)
 
+    def leaving(self) -> frozenset[PeerId]:
+        """Return the live peers that leave before the run's end, without this one."""
+        return self._membership.roles().leaving
+
     def is_any_leaving(self) -> bool:
         """Return whether this peer, or a live peer that participates, is leaving before the run's end."""
-        return self._this_peer.departure == "leaving" or self._membership.roles().is_any_leaving
+        return self._this_peer.departure == "leaving" or not self.leaving().isdisjoint(self._membership.participating)
 
 
 @lru_cache(maxsize=64)

@@ -212,6 +212,11 @@ class Replication:
                 self.offers.setdefault(sender, {})[shard] = head
                 self.fetch_missing()
             return
+        if sender not in core.membership.peers and sender != core.config.peer:  # its goodbye overtook its last commits
+            self.orphans.add(header, chain.head)
+            if shard not in self.applying:
+                self._next(shard)
+            return
         announced, at = self.announced.get(shard, (None, 0.0))
         if announced == new_id and self.asked.get(shard) != sender:
             del self.announced[shard]

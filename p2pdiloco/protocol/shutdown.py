@@ -2,14 +2,13 @@
 
 Rules of this file:
 1. A leaving peer first stops training. It then opens rounds for every fragment that holds unmerged progress, and leaves
-   when all of it is merged or the deadline has passed.
+   when all of it is merged, and a peer that stays has what this one merged, or the deadline has passed.
 2. When the run is complete a peer does the same. It then stays until every live peer has reached that point with the
    same heads, so that no peer is left without the last commits. While there are peers that only others hear, it stays
    until all that it hears say the same of theirs.
 3. At the run's end a peer waits for its learner, which may still hold progress.
 4. A peer that is alone after others were lost without a goodbye may be the one that was cut off. What it merged
-   meanwhile is lost if it leaves and the other fork wins. So it waits for lost peers until its deadline. When one is
-   back, it waits until both have the same heads.
+   meanwhile is lost if it leaves and the other fork wins. So it waits for lost peers until its deadline.
 5. A run may be prolonged. A peer that has finished and not yet left then trains on.
 6. At the run's end, a peer that is apart (``PartitionDetector``) waits, too. If nobody comes back, it warns that there
    may be a second model.
@@ -19,23 +18,25 @@ from __future__ import annotations
 
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.effects import Leave, PauseLearner
-from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId
-from p2pdiloco.protocol.messages import Leaving
+from p2pdiloco.protocol.head_reports import HeadReports
+from p2pdiloco.protocol.ids import FragmentId, ShardId
+from p2pdiloco.protocol.messages import CommitHeader, Leaving, commit_id
 from p2pdiloco.protocol.state import Core
 
 
 class Shutdown:
     """Leaves the run in order, on request or at its end."""
 
-    def __init__(self, core: Core, contributions: Contributions) -> None:
+    def __init__(self, core: Core, contributions: Contributions, reports: HeadReports) -> None:
         self.core = core
         self.contributions = contributions
+        self.reports = reports
         self.reason = ""
         self.is_done = False
         self.is_overdue = False
         """Whether this peer leaves, or has left, because its deadline passed."""
-        self.solitary: dict[ShardId, Digest] = {}
-        """Per shard, the last commit that this peer made while no other peer was live."""
+        self.made: dict[ShardId, CommitHeader] = {}
+        """Per shard, the last commit that this peer made."""
         self.flush_at = 0.0
         """Time of the next check of rounds that are open but have no contribution."""
 
@@ -85,6 +86,8 @@ class Shutdown:
             )
         elif self.core.learner is not None and not self.core.learner.is_paused:
             self._leave_now("warning", "the learner did not stop in time: the step that it was in is lost")
+        elif self._holds_alone():
+            self._leave_now("warning", "no peer that stays has told that it has the last commits of this one")
         else:
             self._leave_now("info", "all progress is merged; peers that were lost without a goodbye did not come back")
 
@@ -127,26 +130,39 @@ class Shutdown:
                 core.send(core.membership.live, self.contributions.announcement(FragmentId(fragment)))
 
     def _is_waiting(self) -> bool:
-        """Return whether to wait for peers that were recently lost without a goodbye.
+        """Return whether to wait for other peers.
 
-        That is the case if no peer is left, unless others left at the run's end with the same heads; if no live peer
-        has what was merged here alone; or if this peer is apart at the run's end.
+        That is the case if all were lost, the last recently and without a goodbye, unless others left at the run's end
+        with the same heads; if none has what this peer merged, or a merge of it runs; or if this peer is apart at the
+        run's end.
         """
         core, detector = self.core, self.core.membership.partition_detector
+        if self.contributions.aggregation.jobs:
+            return True
         if core.departure == "finished" and detector.is_apart:
             return True
         lost_at = detector.silently_lost_at
         is_lately = lost_at is not None and core.now - lost_at < core.config.finish_s
         is_alone = not core.participation.peers() and not detector.at_rest
-        return is_lately and (is_alone or self._is_solitary())
+        return (is_lately and is_alone) or self._holds_alone()
 
-    def _is_solitary(self) -> bool:
-        """Return whether a current head was made while no peer was live, and no live peer has the same heads."""
-        core = self.core
-        if all(core.head(shard).id != commit for shard, commit in self.solitary.items()):
+    def _holds_alone(self) -> bool:
+        """Return whether this peer made a head, or is applying a commit of its own, that no live peer that stays has;
+        if all leave, no live peer."""
+        core, participation = self.core, self.core.participation
+        commits = {shard: (header.parent, commit_id(header)) for shard, header in self.made.items()}
+        made = {
+            shard: (commit,) for shard, (parent, commit) in commits.items() if core.head(shard).id in (parent, commit)
+        }
+        donors = participation.donors() if made else ()
+        staying = set(donors) - participation.leaving()
+        others = {peer: core.membership.peers[peer].beat for peer in staying or donors}
+        if any(beat is not None and beat.heads_mark == core.heads_mark for beat in others.values()):
             return False
-        beats = [core.membership.peers[peer].beat for peer in core.participation.peers()]
-        return all(beat is None or beat.heads_mark != core.heads_mark for beat in beats)
+        stands_by = self.reports.stands_by
+        return bool(others) and any(
+            not any(stands_by(peer, shard, heads) for peer in others) for shard, heads in made.items()
+        )
 
     def _are_others_done(self) -> bool:
         """Return whether all live peers have finished with this peer's heads, and so, while there are indirect peers,
@@ -166,6 +182,8 @@ class Shutdown:
     def _leave_now(self, level: str, how: str) -> None:
         core = self.core
         self.is_done = core.membership.partition_detector.has_left = True
+        for shard in list(self.contributions.aggregation.jobs):
+            self.contributions.aggregation.drop_job(shard)  # nobody would get the commit
         core.alarms.cancel(("depart", 0))
         core.note("warning" if level == "warning" else "info", "leave", f"{self.reason}; {how}")
         core.send(tuple(sorted(core.membership.peers)), Leaving(self.reason))

@@ -77,6 +77,10 @@ class MachineView:
         """Base-2 logarithm of the number of groups."""
         return self._core.chains[0].group_bits
 
+    def is_leaving(self, peer: PeerId) -> bool:
+        """Return whether this live peer is leaving before the run's end."""
+        return peer in self._core.participation.leaving()
+
     @property
     def admitted(self) -> frozenset[int] | None:
         """Fingerprints of the peers that have a place here, as last reported to the machine; None: every peer has."""

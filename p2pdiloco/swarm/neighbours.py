@@ -5,7 +5,7 @@ Rules of this file:
 1. Of a group, a peer prefers those whose ids, hashed with its own, are smallest. So two peers prefer each other more
    often than by chance, and nobody is preferred by all.
 2. A peer that has more than MOST connections ends those that it needs least. It needs its group, and one peer of each
-   other group. The other side then looks for another peer.
+   other group that is not leaving. The other side then looks for another peer.
 3. In a large run, each group has a topic of its own in the directory. Newcomers do not know their group yet: they find
    some ENTRIES peers in the run's topic.
 """

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -91,6 +91,7 @@ class PeerManager:
         cache: Path,
         duplicate_seen: Callable[[PeerRecord], None],
         group_bits: Callable[[], int],
+        is_leaving: Callable[[PeerId], bool],
     ) -> None:
         """
         Args:
@@ -99,6 +100,7 @@ class PeerManager:
             cache: file in which addresses are saved.
             duplicate_seen: called with a record of this peer that another process has published.
             group_bits: returns the base-2 logarithm of the number of groups of the run, as far as this peer knows.
+            is_leaving: returns whether a connected peer is leaving the run.
         """
         self._run = run
         self._directory = directory
@@ -112,6 +114,7 @@ class PeerManager:
         self._cache = cache
         self._duplicate_seen = duplicate_seen
         self._group_bits = group_bits
+        self._is_leaving = is_leaving
         self._bits = 0
         # When each group was looked up.
         self._sought_at: dict[int, float] = {}
@@ -144,7 +147,7 @@ class PeerManager:
                     tasks.spawn(self._tell(peer), name=f"tell {peer}")
                 for peer in self._peers_to_dial(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
-                for peer in surplus(self._transport.peer_id, bits, self._connected()):
+                for peer in surplus(self._transport.peer_id, bits, self._staying(self._connected())):
                     self._transport.disconnect(peer, SURPLUS)
                 for peer in self._relayed_peers_due(loop.time()):
                     tasks.spawn(self._connect_directly(peer), name=f"direct way to {peer}")
@@ -207,8 +210,8 @@ class PeerManager:
             self._topics = topics
 
     def _groups_to_seek(self, now: float) -> list[int]:
-        """Return other groups to look up now, of which nobody is connected."""
-        met = {group_of(peer, self._bits) for peer in (self._transport.peer_id, *self._connected())}
+        """Return other groups to look up now, of which nobody is connected who stays."""
+        met = {group_of(peer, self._bits) for peer in (self._transport.peer_id, *self._staying(self._connected()))}
         unmet = [group for group in range(1 << self._bits) if group not in met]
         due = [group for group in unmet if now - self._sought_at.get(group, -GROUP_S) >= GROUP_S]
         found = random.sample(due, min(GROUPS_AT_ONCE, len(due)))
@@ -223,6 +226,10 @@ class PeerManager:
     def _connected(self) -> list[PeerId]:
         """Return the connected peers of the run."""
         return [peer for peer in self._transport.peers() if peer in self._known]
+
+    def _staying(self, connected: Iterable[PeerId]) -> list[PeerId]:
+        """Return those of the ``connected`` peers that are not leaving: others are no bridges to their groups."""
+        return [peer for peer in connected if not self._is_leaving(peer)]
 
     async def _look_up(self, now: float) -> None:
         """Look up the peers of this peer's group; in a small run, and while nobody of the group is connected, those of
@@ -285,7 +292,7 @@ class PeerManager:
 
     def _peers_to_dial(self, now: float) -> list[PeerId]:
         me, connected, was_removed = self._transport.peer_id, set(self._transport.peers()), self._membership.was_removed
-        here, due = list(connected), []
+        here, due = self._staying(connected), []
         for peer, known in self._known.items():
             is_patient = peer < me and now - known.since < PATIENCE_S
             if known.is_dialling:

@@ -122,6 +122,7 @@ class Member(Observer):
             cache=folder / f"{self.id}.json",
             duplicate_seen=lambda _: None,
             group_bits=lambda: 0,
+            is_leaving=lambda peer: False,
         )
 
     def serve(self) -> AbstractAsyncContextManager[Transport]:

@@ -261,8 +261,8 @@ class Network(PairNetwork[Link]):
         names = [one.name for one in others if self._spared.get(pair_of(process.name, one.name), -LEFT_S) <= since]
         if not process.machine.core.is_current:
             return [name for name in names if name not in here][: max(0, ENTRIES - len(here))]
-        bits = process.machine.core.chains[0].group_bits
-        return wanted(process.name, bits, [name for name in names if name not in here], here)
+        bits, leaving = process.machine.core.chains[0].group_bits, process.machine.core.membership.roles().leaving
+        return wanted(process.name, bits, [name for name in names if name not in here], here - leaving)
 
     def _finds_path(self, _: Pair) -> bool:
         """Whether a connection of these two can be made now."""

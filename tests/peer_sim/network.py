@@ -167,8 +167,9 @@ class Network(PairNetwork[Link]):
 
     def _is_needed(self, host: SimulatedHost, other: PeerId) -> bool:
         """Whether a peer needs this one, beside the others to which it is connected."""
-        here = [name for name in host.links.connections if name != other]
-        return bool(wanted(host.name, host.peer.machine.view.group_bits, [other], here))
+        view = host.peer.machine.view
+        here = [name for name in host.links.connections if name != other and not view.is_leaving(name)]
+        return bool(wanted(host.name, view.group_bits, [other], here))
 
     def spare(self) -> None:
         """Where there are groups, peers end connections without which both can do (``swarm/neighbours.py``), although

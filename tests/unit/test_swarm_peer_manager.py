@@ -156,6 +156,7 @@ class Process:
         self.known = KnownPeers(ME)
         self.lookup = LookupPolicy(ME, frozenset)
         self.group_bits = 0
+        self.leaving: set[PeerId] = set()
         self.peer_manager = PeerManager(
             RUN,
             cast(Directory, board),
@@ -169,6 +170,7 @@ class Process:
             cache=folder / f"{life}.json",
             duplicate_seen=self._saw,
             group_bits=lambda: self.group_bits,
+            is_leaving=lambda peer: peer in self.leaving,
         )
 
     def _saw(self, record: PeerRecord) -> None:
@@ -498,6 +500,28 @@ def test_in_a_large_run_a_peer_looks_for_its_group_and_for_one_of_each_other_gro
         me.lines.lives = dict.fromkeys(MANY[: MOST + 10], "life")
         await running(me, apart_s=0.0, for_s=5.0)
         assert len([peer for peer in me.lines.lives if peer in me.known]) <= MOST
+
+    in_virtual_time(main)
+
+
+def test_a_bridge_that_leaves_is_replaced_at_once(tmp_path: Path) -> None:
+    """Where all of a group but one leave, the others find out that it stays."""
+
+    async def main() -> None:
+        board, bits = Board(), 1
+        me = Process(board, "only", tmp_path)
+        far = [peer for peer in MANY if group_of(peer, bits) != group_of(ME, bits)]
+        me.group_bits = bits
+        record = encode(PeerRecord((), points=(HUB,)))
+        board.groups[topic_of(1 - group_of(ME, bits), bits)] = dict.fromkeys(far[:5], record)
+        me.lines.lives = {far[0]: "life"}
+        me.peer_manager.handle_reachable(far[0], PeerRecord((), points=(HUB,)))
+        await running(me, apart_s=0.0, for_s=40.0)
+        assert not me.connector.dialled
+        me.leaving = {far[0]}
+        await running(me, apart_s=0.0, for_s=40.0)
+        assert set(me.connector.dialled) <= set(far[1:5])
+        assert me.connector.dialled
 
     in_virtual_time(main)
 

@@ -48,49 +48,55 @@ def test_the_first_peers_of_all_groups_own_before_the_others() -> None:
         assert found == rank or peer in (A, C), "which peer of another group is its first is not known here"
 
 
-@pytest.mark.parametrize(("others", "ranked"), [((B, C), (B, A, C)), ((B, C, D), (D, A, C))])
-def test_who_leaves_passes_on_what_is_for_others_of_its_group(others: tuple[PeerId, ...], ranked: object) -> None:
-    """M7g: b was the last of its group that is connected here; a thought it owned, as d did, and both committed."""
-    stage = grouped(*others, owners="bdac")
+def test_who_leaves_owns_nothing_while_another_of_its_group_stays() -> None:
+    """O1a: of b's group, d is connected as well."""
+    stage = grouped(owners="bdac")
     stage.says(B, phase="leaving")
-    assert stage.machine.core.participation.ranked_owners(SHARD) == ranked
+    assert stage.machine.core.participation.ranked_owners(SHARD) == (D, A, C)
 
 
-def test_the_last_of_a_group_owns_nothing_if_it_leaves() -> None:
-    """M7g: there is nobody to whom it could pass merges on, and all would wait for it."""
-    stage = Stage(B, C, run=run_owned("bacd", 2, 1), together=2)
-    stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40), tokens(E, 0, 40)))
+def test_a_group_that_leaves_keeps_its_turn_until_it_has_left() -> None:
+    """O1a: b is all of its group that is connected here, and passes on what is for others. If a owned instead, so would
+    b's group, which may not know that anybody stays: both would commit."""
+    stage = grouped(B, C, owners="bdac")
     stage.says(B, phase="leaving")
+    assert stage.machine.core.participation.ranked_owners(SHARD) == (B, A, C)
+    stage.beats.pop(B)
+    stage.hear(B, msg.Leaving("bye"))
+    stage.says(C, weight=2.0)
     assert stage.machine.core.participation.ranked_owners(SHARD) == (A, C)
 
 
-def test_who_leaves_stands_for_nobody_who_has_left() -> None:
-    """M7g: where a whole group went at once, those of the other waited for its turns, each time for longer."""
-    stage = many()
-    for peer in (D, J):
+def test_who_leaves_with_all_of_its_group_owns_in_its_turn() -> None:
+    """O1a: a, c and e leave, and b and d stay. All agree that the first of the three owns."""
+    stage = many(run=run_owned("cbdeja", 2, 1))
+    for peer in (C, E):
         stage.says(peer, phase="leaving")
-        stage.beats.pop(peer)
-        stage.hear(peer, msg.Leaving("bye"))
-    stage.says(B, phase="leaving")
-    assert stage.machine.core.participation.ranked_owners(SHARD)[0] != B
-    stage.meet(D)
-    stage.beats.pop(D)
-    stage.tell(ev.PeerDisconnected(D, "cut off"))
-    assert B in stage.machine.core.participation.ranked_owners(SHARD)
-
-
-def test_who_leaves_itself_knows_that_nobody_of_its_group_stays() -> None:
-    """M7g: each of the last two of a group took the other for its owner, and sent merges to it alone."""
-    stage = Stage(B, C, D, run=run_owned("cbda", 2, 1), together=2)
-    stage.give()
-    own = stage.machine.contributions.pending[SHARD].contribution.contributor
-    stage.take(stage.commit(own, *FIRST))
-    assert stage.head().version == 1
-    stage.says(C, phase="leaving")
     stage.train(2)
     stage.tell(ev.LeaveRequested("asked to"))
     stage.says(B, weight=2.0)
-    assert set(stage.machine.core.participation.ranked_owners(SHARD)) == {B, D}
+    assert stage.machine.core.participation.ranked_owners(SHARD)[:2] == (C, B)
+    for peer in (C, E):
+        stage.beats.pop(peer)
+        stage.hear(peer, msg.Leaving("bye"))
+    stage.says(B, weight=1.0)
+    assert stage.machine.core.participation.ranked_owners(SHARD)[0] == A
+    assert stage.machine.core.membership.owners.may_own
+
+
+def test_who_has_left_is_not_waited_for_in_its_groups_merges() -> None:
+    """M7e: d and j have left, so b's merge is all of its group, also if it came before their goodbyes."""
+    for is_before in (True, False):
+        stage = many(run=run_owned("cbdeja", 2, 1), has_learner=False)
+        effects = stage.hear(C, given(stage, B, B)) if is_before else []
+        collection = stage.machine.aggregation.collections[SHARD]
+        assert not collection.answered
+        for peer in (D, J):
+            stage.beats.pop(peer)
+            effects += stage.hear(peer, msg.Leaving("bye"))
+        if not is_before:
+            stage.hear(C, given(stage, B, B))
+        assert len(collection.answered) == 1
 
 
 def test_in_a_group_that_leaves_whoever_collects_is_asked_once() -> None:
@@ -152,7 +158,7 @@ def test_a_merge_that_comes_to_another_peer_of_the_owners_group_is_passed_on() -
     assert stage.machine.wants(B, one)
     effects = stage.hear(B, one)
     assert sent(effects, msg.Contribution) == [(C, one)]
-    assert not stage.machine.aggregation.collections[SHARD].given
+    assert stage.machine.aggregation.collections[SHARD].given, "in case that it owns next"
 
 
 def test_what_a_peer_of_the_own_group_passes_on_is_taken() -> None:

@@ -225,6 +225,23 @@ def test_who_leaves_goes_when_all_of_it_is_merged() -> None:
     assert only(Stage(B, has_learner=False).tell(ev.LeaveRequested("asked to")), ef.Leave)
 
 
+def test_who_leaves_waits_until_one_that_stays_has_its_commit() -> None:
+    """C4a: b leaves as well, so what it has does not count. A commit of an owner that left at once was lost."""
+    stage = Stage(B, C, owners="abc", has_learner=False)
+    stage.announce(B, 4)
+    effects = stage.hear(B, stage.contribution(B)) + stage.hear(C, stage.contribution(C)) + stage.wait(2.0)
+    [merge] = only(effects, ef.Merge)
+    effects = stage.tell(ev.LeaveRequested("asked to"))
+    assert not only(effects, ef.Leave), "the merge runs"
+    for peer in (B, C):
+        stage.says(peer, heads_mark=1)
+    effects = stage.work([merge])
+    assert stage.head().version == 1
+    effects += stage.says(B, phase="leaving", heads_mark=1) + stage.hear(B, msg.Heads((stage.head(),), 4))
+    assert not only(effects + stage.wait(2.0), ef.Leave)
+    assert only(stage.hear(C, msg.Heads((stage.head(),), 4)), ef.Leave)
+
+
 def test_who_leaves_goes_when_leave_s_has_passed() -> None:
     """C4a: with a warning, if it holds unmerged tokens."""
     stage = leaving()

@@ -146,9 +146,26 @@ def test_a_collector_merges_its_group_and_sends_the_result_to_the_owner() -> Non
     assert contribution.group.collector == A
 
 
-def test_what_comes_after_a_groups_merge_is_merged_after_a_takeover_time() -> None:
-    """M7d: with the rest; the owner that has the first merge, and the next one, get it."""
+def test_what_comes_after_a_groups_merge_is_merged_at_once_if_nobody_is_missing() -> None:
+    """M7d: the owner that has the first merge gets it. A group whose learners had to finish a step before they left was
+    one contribution for ten seconds."""
     stage = grouped(owners="badc", has_learner=False, grace_share=0.0)
+    stage.meet(PeerId("e"))
+    stage.work(stage.announce(C, 8) + stage.hear(C, stage.contribution(C, 40, 80)), ef.Merge)
+    effects = stage.work(stage.hear(PeerId("e"), stage.contribution(PeerId("e"))), ef.Merge)
+    [merge] = [one for one in only(effects, ef.Merge) if one.is_group]
+    assert [c.giver for c in merge.contributions] == [C, "e"]
+    assert [owner for owner, _ in sent(effects, msg.Contribution)] == [B]
+    takeover_s = stage.machine.aggregation.waits().takeover_s
+    assert not sent(stage.wait(takeover_s - 0.1), msg.Contribution)
+    stage.wait(0.2)
+    assert stage.machine.aggregation.collections[SHARD].given, "the next owner is this peer"
+
+
+def test_what_comes_after_a_groups_merge_is_merged_after_a_takeover_time() -> None:
+    """M7d: with the rest; the owner that has the first merge, and the next one, get it. This peer's learner is
+    missing."""
+    stage = grouped(owners="badc", grace_share=0.0)
     stage.meet(PeerId("e"))
     stage.work(stage.announce(C, 8) + stage.hear(C, stage.contribution(C, 40, 80)), ef.Merge)
     effects = stage.hear(PeerId("e"), stage.contribution(PeerId("e")))

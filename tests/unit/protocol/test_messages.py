@@ -223,9 +223,19 @@ def test_a_loss_that_is_none_is_refused_and_not_told(loss: float) -> None:
     assert "not sent to other peers" in only(effects, ef.Note)[0].reason
 
 
+def test_a_commit_that_a_goodbye_has_overtaken_is_applied() -> None:
+    """S4: a commit's payload is on its way for longer than a goodbye. An owner that left at once left alone with it."""
+    stage = Stage(B, C, owners="bca")
+    first = stage.commit(tokens(B, 0, 40), tokens(C, 0, 40))
+    del stage.beats[B]
+    stage.hear(B, msg.Leaving("asked to"))
+    stage.take(first, B)
+    assert stage.head().version == 1
+
+
 @pytest.mark.parametrize("peer", [B, PeerId("a stranger")])
 def test_what_does_not_fit_is_ignored(peer: PeerId) -> None:
-    """S4: shards and fragments that are not there, from b; anything, from a stranger."""
+    """S4: shards and fragments that are not there, from b; anything but commits, from a stranger."""
     stage = Stage(B)
     ours = stage.head()
     commit = stage.commit(tokens(B, 0, 40))
@@ -241,7 +251,7 @@ def test_what_does_not_fit_is_ignored(peer: PeerId) -> None:
         msg.CommitsRequest(ELSEWHERE, digest("x")),
         msg.FetchAdvised(ELSEWHERE, FAR),
     ]
-    here: list[msg.Message] = [msg.Round(FragmentId(0), 4, (ours,)), msg.Commit(commit), msg.HeadsRequest()]
+    here: list[msg.Message] = [msg.Round(FragmentId(0), 4, (ours,)), msg.HeadsRequest()]
     said = elsewhere if peer == B else elsewhere + here
     effects = [effect for message in said for effect in stage.hear(peer, message)] + stage.wait(3.0)
     assert [e for e in effects if not isinstance(e, ef.Note | ef.Send)] == []
