@@ -126,4 +126,4 @@ def test_a_seed_is_the_same_world_whoever_runs_it(found: dict[int, Outcome]) -> 
 @pytest.mark.parametrize("bug", OBVIOUS)
 def test_worlds_find_planted_bugs(bug: str) -> None:
     """A check that cannot fail is a defect."""
-    assert broken(outcomes(range(ROUGH, ROUGH + 8), jobs=JOBS, bug=bug).values())
+    assert broken(outcomes(range(ROUGH, ROUGH + 16), jobs=JOBS, bug=bug).values())
