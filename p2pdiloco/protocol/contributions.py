@@ -552,7 +552,7 @@ class Contributions:
         return found
 
     def on_candidates_changed(self) -> None:
-        """Offer contributions again whose owner has left or is leaving.
+        """Offer contributions again whose owner has left or is leaving, and to a leaving one that all now rank first.
 
         If the owner has refused one for a newer head, that commit is on its way here, but control messages overtake
         payloads. So the contribution waits until the owner's connection ends.
@@ -560,15 +560,17 @@ class Contributions:
         self.aggregation.groups.on_candidates_changed()
         if not self.pending:
             return
+        leaving, me = self.core.participation.leaving(), self.core.config.peer
+        all_leaving = leaving | {me} if self.core.departure == "leaving" else leaving
         for shard, pending in list(self.pending.items()):
             able = self.core.participation.receivers(shard)
             pending.beyond.intersection_update(able)  # a peer that comes back may have an older head
-            is_able = pending.target in able and (
-                pending.is_leaving or pending.target not in self.core.participation.leaving()
-            )
-            if is_able or pending.has_answered:
+            is_able = pending.target in able and (pending.is_leaving or pending.target not in leaving)
+            knows_first = able[0] not in all_leaving or able[0] in pending.asked | pending.beyond
+            if (is_able and knows_first) or pending.has_answered:
                 continue
-            self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
+            how = "no longer first" if is_able else "gone"
+            self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is {how}, offering again")
             self._offer(shard)
 
     def on_disconnected(self, peer: PeerId) -> None:

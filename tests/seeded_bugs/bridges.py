@@ -144,6 +144,15 @@ BUGS = (
         "test_in_a_group_that_leaves_whoever_collects_is_asked_once",
     ),
     _bug(
+        "who leaves keeps to the one that seemed to stay",
+        "protocol.contributions",
+        "Contributions.on_candidates_changed",
+        "able[0] not in all_leaving or able[0] in pending.asked | pending.beyond",
+        "True",
+        "a group that leaves waits a takeover time, and commits beside the owner that stays",
+        "test_once_all_of_a_group_leave_they_turn_to_the_same_one",
+    ),
+    _bug(
         "only candidates are offered merges",
         "protocol.group_merges",
         "GroupMerges.on_candidates_changed",

@@ -211,9 +211,10 @@ class Stage:
     def says(self, peer: PeerId, **says: Any) -> list[ef.Effect]:
         """``peer`` says something else of itself from now on; time for the machine to take it in."""
         self.beats[peer] = msgspec.structs.replace(self.beats[peer], **says)
-        return self._beat(peer) + self.wait(NEWS_S)
+        return self.beat(peer) + self.wait(NEWS_S)
 
-    def _beat(self, peer: PeerId) -> list[ef.Effect]:
+    def beat(self, peer: PeerId) -> list[ef.Effect]:
+        """``peer`` says what it says of itself; the machine may not have taken it in when this returns."""
         before = self.beats[peer]
         echo, at = self.beaten.get(peer, (0, self.now))
         self.beats[peer] = msgspec.structs.replace(
@@ -235,7 +236,7 @@ class Stage:
             if self.now == self.next_tick:
                 self.next_tick += TICK_S
                 for peer in self.beats:
-                    effects += self._beat(peer)
+                    effects += self.beat(peer)
             effects += self.tell(ev.Woke())
         return effects
 

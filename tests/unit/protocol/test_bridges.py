@@ -115,6 +115,20 @@ def test_in_a_group_that_leaves_whoever_collects_is_asked_once() -> None:
     assert stage.machine.contributions.pending[SHARD].target == first
 
 
+def test_once_all_of_a_group_leave_they_turn_to_the_same_one() -> None:
+    """O3b: c was the last that seemed to stay. Those that had asked it left before e had what it merged for all."""
+    stage = many(run=run_owned("ecbdja", 2, 1))
+    stage.says(E, phase="leaving")
+    stage.train(2)
+    stage.tell(ev.LeaveRequested("asked to"))
+    effects = stage.tell(ev.LearnerPaused(2, 20))
+    stage.beats[C] = msgspec.structs.replace(stage.beats[C], phase="leaving")
+    effects += stage.beat(C)
+    assert told(stage.work(effects, ef.Snapshot, ef.Encode), msg.Contribution) == {C}
+    assert told(stage.says(C, phase="leaving"), msg.Contribution) == {E}
+    assert not sent(stage.says(B, weight=2.0), msg.Contribution), "no news of its own group"
+
+
 def test_a_merge_is_offered_to_who_stands_for_a_group_until_its_turn_is_over() -> None:
     """M7d: b leaves, and owns for those that a is not connected to. It is no candidate, either."""
     stage = grouped(B, C, owners="bdac", has_learner=False)
