@@ -386,29 +386,9 @@ class Aggregation(Gatherer):
                 self.small_commits.record(header.owner, is_small=not support.is_nearly_all)
             if support.is_most or not (self.small_commits.is_unfair(header.owner) or is_crowd(core, header)):
                 core.membership.owners.forgive(header.owner)
-            if header.parts:
-                self._judge_collector(header, last.began_at)
         early, self.early[shard] = self.early[shard], {}
         for source in sorted(early):
             self.collect(early[source].giver, early[source])
-
-    def _judge_collector(self, header: CommitHeader, began_at: float) -> None:
-        """Record whether the first collector of this peer's group, which was here when the round began, did its part.
-
-        All of a group judge alike by what the commit says, and so send the next contributions to the same collector.
-        """
-        core, participation, owners = self.core, self.core.participation, self.core.membership.owners
-        shard, me = header.shard, core.config.peer
-        first = participation.first_collector(shard, header.version)
-        mine = {part.collector for part in header.parts if participation.is_near(shard, part.collector)}
-        was_to_own = participation.group_order(shard, header.version)[0] == participation.group(shard, me)
-        if first is None or not (was_to_own or mine) or core.membership.met.get(first, began_at) > began_at:
-            return
-        if first == header.owner or (first in mine and not was_to_own):
-            owners.forgive(first)
-        else:
-            round_s = core.config.sync_every * core.membership.median_step_s(core.step_time_s())
-            owners.on_turn_missed(first, core.now, round_s, core.membership.connectivity.tiers)
 
     def forget(self, peer: PeerId) -> None:
         """Drop early contributions of a peer that has left, and wait no longer for it in its group's merges. The peer

@@ -104,12 +104,6 @@ class Participation:
         """Return the groups in the order in which their first peers may merge this version of the shard."""
         return drawn_groups(f"{self._run}/{shard}/{version}", self._chains[shard].group_bits)
 
-    def first_collector(self, shard: ShardId, version: int) -> PeerId | None:
-        """Return the peer of this peer's group that should have merged this version, whatever it has missed before."""
-        willing = _divided(self._membership.owners.willing, self._chains[shard].group_bits)
-        here = willing.get(self.group(shard, self._membership.me), ())
-        return ranked_owners(self._run, shard, version, here)[0] if here else None
-
     def is_near(self, shard: ShardId, peer: PeerId) -> bool:
         """Return whether a peer is of this peer's group."""
         bits = self._chains[shard].group_bits

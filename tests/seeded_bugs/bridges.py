@@ -208,16 +208,6 @@ BUGS = (
         "test_a_majority_is_one_of_all_that_contributed_lately",
     ),
     _bug(
-        "an owner that only merges its group is forgiven",
-        "protocol.aggregation",
-        "Aggregation._judge_collector",
-        "first in mine and not was_to_own",
-        "first in mine",
-        "an owner that never commits is forgiven for the merge of its group each time",
-        "test_a_commit_tells_who_has_not_done_its_part",
-        "tests/unit/protocol/test_groups.py",
-    ),
-    _bug(
         "rounds of other groups are kept",
         "protocol.contributions",
         "Contributions.on_round",
