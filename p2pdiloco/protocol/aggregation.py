@@ -92,8 +92,12 @@ class Aggregation(Gatherer):
         here = participation.participants(shard)
         if not bits:
             return here
-        recent = self.core.chains[shard].recent_members()
-        return frozenset(map(group_name, (*recent, *(group_of(peer, bits) for peer in here))))
+        return frozenset(map(group_name, (*self._recent(shard), *(group_of(peer, bits) for peer in here))))
+
+    def _recent(self, shard: ShardId) -> dict[int, set[int]]:
+        """Return who of each group contributed lately and has not left, as fingerprints."""
+        recent, left = self.core.chains[shard].recent_members(), usual_prints(self.core.membership.left)
+        return {group: rest for group, members in recent.items() if (rest := members.difference(left))}
 
     def peers_of(self, shard: ShardId, participants: frozenset[PeerId]) -> frozenset[PeerId]:
         """Return the peers that these are, or that are in these groups."""
@@ -143,12 +147,7 @@ class Aggregation(Gatherer):
         given = (*self.collections[shard].given.values(), contribution)
         here = set(usual_prints(peer for one in given for peer in one.givers))
         group = self.core.participation.group(shard, contribution.giver)
-        recent = (
-            self.core.chains[shard]
-            .recent_members()
-            .get(group, set())
-            .difference(usual_prints(self.core.membership.left))
-        )
+        recent = self._recent(shard).get(group, set())
         return Support(len(here & recent), len(recent)).is_nearly_all
 
     def answers(self, shard: ShardId, missing: int = 0) -> Support:

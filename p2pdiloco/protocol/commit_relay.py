@@ -102,8 +102,10 @@ def relay_commit(core: Core, reports: HeadReports, commit: Digest, header: Commi
         tuple(peer for peer in receivers if peer not in has_it), Commit(header, None if root == header.owner else root)
     )
     listeners = listeners.difference(entries, has_it)
-    if header.owner in participation.leaving():
-        listeners.add(header.owner)  # it leaves when somebody has its commit
+    for peer in participation.leaving():
+        report = reports.of(peer, shard)
+        if peer == header.owner or (report is not None and report.head == head.id):
+            listeners.add(peer)  # it leaves when somebody else has it
     core.send(tuple(sorted(listeners)), Heads((head,), core.step))
 
 

@@ -247,7 +247,10 @@ class Gatherer(ABC):
         missing = participants - collection.answered
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
         most_s = wait.takeover_s * (LONGEST_WAIT if core.chains[shard].group_bits else 1.0)
-        is_any_departing = any(map(participation.is_departing, self.peers_of(shard, missing) - {config.peer}))
+        others = self.peers_of(shard, missing) - {config.peer}
+        is_any_departing = any(map(participation.is_departing, others))
+        if core.chains[shard].group_bits and core.departure == "leaving":
+            is_any_departing |= not others  # all whom it knew of a group have left, but some may stay
         return QuorumView(
             now=core.now,
             opened_at=collection.opened_at,

@@ -114,7 +114,7 @@ class Machine:
         self.heartbeats = Heartbeats(
             self.core, self.aggregation, self.contributions, self.replication, self.block_assignment
         )
-        self.shutdown = Shutdown(self.core, self.contributions, self.replication.reports)
+        self.shutdown = Shutdown(self.core, self.contributions, self.replication)
         self.view = MachineView(self.core, self.replication, self.evaluations, self.contributions, self.going_back)
         self.is_alone = False
 
@@ -239,7 +239,6 @@ class Machine:
         core, commit = self.core, msg.commit_id(header)
         self.replication.apply(header, commit)
         relay_commit(core, self.replication.reports, commit, header, None)
-        self.shutdown.made[event.shard] = header
         is_alone = not core.participation.peers(event.shard)
         if is_alone and not self.is_alone:
             told = f"shard {event.shard} version {header.version}: no other peer is live, so this peer merges alone"

@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. A leaving peer first stops training. It then opens rounds for every fragment that holds unmerged progress, and leaves
-   when all of it is merged, and a peer that stays has what this one merged, or the deadline has passed.
+   when all of it is merged, and a peer that stays has the commits with it, or the deadline has passed.
 2. When the run is complete a peer does the same. It then stays until every live peer has reached that point with the
    same heads, so that no peer is left without the last commits. While there are peers that only others hear, it stays
    until all that it hears say the same of theirs.
@@ -16,27 +16,29 @@ Rules of this file:
 
 from __future__ import annotations
 
+from p2pdiloco.protocol.chain import Chain
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.effects import Leave, PauseLearner
-from p2pdiloco.protocol.head_reports import HeadReports
-from p2pdiloco.protocol.ids import FragmentId, ShardId
-from p2pdiloco.protocol.messages import CommitHeader, Leaving, commit_id
+from p2pdiloco.protocol.ids import FragmentId
+from p2pdiloco.protocol.messages import Head, Heads, HeadsRequest, Leaving
+from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core
+from p2pdiloco.protocol.suspicion import took_part
 
 
 class Shutdown:
     """Leaves the run in order, on request or at its end."""
 
-    def __init__(self, core: Core, contributions: Contributions, reports: HeadReports) -> None:
+    def __init__(self, core: Core, contributions: Contributions, replication: Replication) -> None:
         self.core = core
         self.contributions = contributions
-        self.reports = reports
+        self.replication = replication
         self.reason = ""
         self.is_done = False
         self.is_overdue = False
         """Whether this peer leaves, or has left, because its deadline passed."""
-        self.made: dict[ShardId, CommitHeader] = {}
-        """Per shard, the last commit that this peer made."""
+        self.told: list[Head] = []
+        """The heads that peers which stay were told of, since they lack them."""
         self.flush_at = 0.0
         """Time of the next check of rounds that are open but have no contribution."""
 
@@ -133,11 +135,11 @@ class Shutdown:
         """Return whether to wait for other peers.
 
         That is the case if all were lost, the last recently and without a goodbye, unless others left at the run's end
-        with the same heads; if none has what this peer merged, or a merge of it runs; or if this peer is apart at the
-        run's end.
+        with the same heads; if none has the commits with this peer's progress, or a merge of it runs; or if this peer
+        is apart at the run's end.
         """
         core, detector = self.core, self.core.membership.partition_detector
-        if self.contributions.aggregation.jobs:
+        if self.contributions.aggregation.jobs or self.replication.applying:
             return True
         if core.departure == "finished" and detector.is_apart:
             return True
@@ -147,22 +149,27 @@ class Shutdown:
         return (is_lately and is_alone) or self._holds_alone()
 
     def _holds_alone(self) -> bool:
-        """Return whether this peer made a head, or is applying a commit of its own, that no live peer that stays has;
-        if all leave, no live peer."""
+        """Return whether a head that holds what this peer made or contributed is at no live peer that stays, or, if all
+        leave, at no live peer. These are told of such heads, and asked for theirs."""
         core, participation = self.core, self.core.participation
-        commits = {shard: (header.parent, commit_id(header)) for shard, header in self.made.items()}
-        made = {
-            shard: (commit,) for shard, (parent, commit) in commits.items() if core.head(shard).id in (parent, commit)
-        }
-        donors = participation.donors() if made else ()
-        staying = set(donors) - participation.leaving()
-        others = {peer: core.membership.peers[peer].beat for peer in staying or donors}
-        if any(beat is not None and beat.heads_mark == core.heads_mark for beat in others.values()):
+        donors, stands_by = participation.donors(), self.replication.reports.stands_by
+        others = sorted(set(donors) - participation.leaving()) or list(donors)
+        beats = (core.membership.peers[peer].beat for peer in others)
+        if any(beat is not None and beat.heads_mark == core.heads_mark for beat in beats):
             return False
-        stands_by = self.reports.stands_by
-        return bool(others) and any(
-            not any(stands_by(peer, shard, heads) for peer in others) for shard, heads in made.items()
-        )
+
+        def is_alone(chain: Chain) -> bool:
+            if not chain.log or chain.log[-1].owner in others:
+                return False
+            is_there = any(stands_by(peer, chain.shard, (core.head(chain.shard).id,)) for peer in others)
+            return not is_there and core.config.peer in took_part(chain.log[-1])
+
+        alone = [core.head(chain.shard) for chain in core.chains if others and is_alone(chain)]
+        if alone and alone != self.told:
+            self.told = alone
+            core.send(tuple(others), Heads(tuple(alone), core.step))
+            core.send(tuple(others), HeadsRequest())
+        return bool(alone)
 
     def _are_others_done(self) -> bool:
         """Return whether all live peers have finished with this peer's heads, and so, while there are indirect peers,

@@ -129,6 +129,22 @@ def test_once_all_of_a_group_leave_they_turn_to_the_same_one() -> None:
     assert not sent(stage.says(B, weight=2.0), msg.Contribution), "no news of its own group"
 
 
+@pytest.mark.parametrize("others", [(B, C), (B, C, D)])
+def test_who_leaves_last_of_those_it_knows_gives_others_time(others: tuple[PeerId, ...]) -> None:
+    """M4c: d may stay, and have all; a did not know when it committed alone. Not if it knows that d has left."""
+    stage = grouped(*others)
+    stage.train(2)
+    stage.tell(ev.LeaveRequested("asked to"))
+    effects = stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    for peer in others:
+        del stage.beats[peer]
+        effects += stage.hear(peer, msg.Leaving("asked to"))
+    effects = stage.work(effects + stage.wait(0.3), ef.Merge)
+    is_known = D in others
+    assert [one.is_group for one in only(effects, ef.Merge)] == ([True, False] if is_known else [True])
+    assert is_known or only(stage.wait(stage.machine.aggregation.waits().takeover_s), ef.Merge)
+
+
 def test_a_merge_is_offered_to_who_stands_for_a_group_until_its_turn_is_over() -> None:
     """M7d: b leaves, and owns for those that a is not connected to. It is no candidate, either."""
     stage = grouped(B, C, owners="bdac", has_learner=False)

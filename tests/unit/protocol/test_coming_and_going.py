@@ -242,6 +242,44 @@ def test_who_leaves_waits_until_one_that_stays_has_its_commit() -> None:
     assert only(stage.hear(C, msg.Heads((stage.head(),), 4)), ef.Leave)
 
 
+def test_who_leaves_waits_until_one_that_stays_has_its_progress() -> None:
+    """C4a: c merged it, and leaves as well. b may hear of it from this peer alone."""
+    stage = Stage(B, C, owners="cba")
+    stage.train(2)
+    stage.tell(ev.LeaveRequested("asked to"))
+    stage.says(C, phase="leaving")
+    for peer in (B, C):
+        stage.says(peer, heads_mark=1)
+    stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    effects = stage.take(stage.commit(tokens(A, 0, 20), owner=C), C)
+    assert stage.machine.core.unmerged_tokens() == 0
+    assert not only(effects + stage.wait(2.0), ef.Leave)
+    told = [to for to, said in sent(effects, msg.Heads) if said.heads == (stage.head(),)]
+    assert (set(told), sent(effects, msg.HeadsRequest)) == ({B, C}, [(B, msg.HeadsRequest())])
+    assert only(stage.hear(B, msg.Heads((stage.head(),), 4)), ef.Leave)
+
+
+def test_who_leaves_does_not_wait_for_an_owner_that_stays() -> None:
+    """C4a: c has what it has merged."""
+    stage = Stage(B, C, owners="cba")
+    stage.train(2)
+    stage.tell(ev.LeaveRequested("asked to"))
+    for peer in (B, C):
+        stage.says(peer, heads_mark=1)
+    stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
+    assert only(stage.take(stage.commit(tokens(A, 0, 20), owner=C), C), ef.Leave)
+
+
+def test_who_leaves_is_told_that_others_have_its_commit() -> None:
+    """C4a: b has the head already, and waits for somebody else."""
+    stage = Stage(B, C, D)
+    stage.says(B, phase="leaving")
+    header = stage.commit(tokens(B, 0, 40), owner=C)
+    stage.hear(B, msg.Heads((head_of(header),), 4))
+    effects = stage.take(header, C)
+    assert B in [to for to, said in sent(effects, msg.Heads) if said.heads == (stage.head(),)]
+
+
 def test_who_leaves_goes_when_leave_s_has_passed() -> None:
     """C4a: with a warning, if it holds unmerged tokens."""
     stage = leaving()
