@@ -19,7 +19,7 @@ from __future__ import annotations
 from p2pdiloco.protocol.chain import Chain
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.effects import Leave, PauseLearner
-from p2pdiloco.protocol.ids import FragmentId
+from p2pdiloco.protocol.ids import FragmentId, PeerId
 from p2pdiloco.protocol.messages import Head, Heads, HeadsRequest, Leaving
 from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core
@@ -75,6 +75,11 @@ class Shutdown:
         core.alarms.cancel(("depart", 0))
         core.alarms.cancel(("flush", 0))
 
+    def greet(self, peer: PeerId) -> None:
+        """Say goodbye to a peer that connects after this one has left: it would take the end for a failure."""
+        if self.is_done:
+            self.core.send((peer,), Leaving(self.reason))
+
     def on_deadline(self) -> None:
         """Leave now, since the deadline has passed."""
         self.is_overdue = True
@@ -89,7 +94,7 @@ class Shutdown:
         elif self.core.learner is not None and not self.core.learner.is_paused:
             self._leave_now("warning", "the learner did not stop in time: the step that it was in is lost")
         elif self._holds_alone():
-            self._leave_now("warning", "no peer that stays has told that it has the last commits of this one")
+            self._leave_now("warning", "no peer that stays has told that it has the commits with this one's progress")
         else:
             self._leave_now("info", "all progress is merged; peers that were lost without a goodbye did not come back")
 

@@ -125,6 +125,16 @@ BUGS = (
         "tests/unit/protocol/test_coming_and_going.py",
     ),
     _bug(
+        "who has left says nothing to whoever connects later",
+        "protocol.shutdown",
+        "Shutdown.greet",
+        "self.is_done",
+        "False",
+        "who stays takes the end of the connection for a failure, and waits for it when it leaves itself",
+        "test_who_has_left_says_so_to_whoever_connects_later",
+        "tests/unit/protocol/test_coming_and_going.py",
+    ),
+    _bug(
         "who leaves last of those it knows takes itself for the last of all",
         "protocol.gathering",
         "Gatherer._view",

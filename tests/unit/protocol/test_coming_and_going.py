@@ -225,6 +225,13 @@ def test_who_leaves_goes_when_all_of_it_is_merged() -> None:
     assert only(Stage(B, has_learner=False).tell(ev.LeaveRequested("asked to")), ef.Leave)
 
 
+def test_who_has_left_says_so_to_whoever_connects_later() -> None:
+    """C4a: while it saves. c waited for it, as for one that is lost."""
+    stage = Stage(B, has_learner=False)
+    assert only(stage.tell(ev.LeaveRequested("asked to")), ef.Leave)
+    assert (C, msg.Leaving("asked to")) in sent(stage.meet(C), msg.Leaving)
+
+
 def test_who_leaves_waits_until_one_that_stays_has_its_commit() -> None:
     """C4a: b leaves as well, so what it has does not count. A commit of an owner that left at once was lost."""
     stage = Stage(B, C, owners="abc", has_learner=False)
