@@ -22,6 +22,7 @@ IN_GROUPS = ("--peers", "6", "--together", "3", "--seconds", "30")
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.xdist_group("chaos")
 @pytest.mark.parametrize(("options", "faults"), [((), 7), (IN_GROUPS, 3)], ids=["together", "in groups"])
 def test_a_short_chaos_keeps_every_promise(options: tuple[str, ...], faults: int, tmp_path: Path) -> None:
     """As ``make chaos``: a peer is killed, stopped, cut off or spoilt every four seconds, and once all at once."""
