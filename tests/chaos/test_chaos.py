@@ -18,20 +18,20 @@ GONE_S = 20.0
 POLL_S = 0.05
 
 
-IN_GROUPS = ("--peers", "6", "--together", "3", "--seconds", "30")
+IN_GROUPS = ("--peers", "6", "--together", "3")
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("chaos")
-@pytest.mark.parametrize(("options", "faults"), [((), 7), (IN_GROUPS, 3)], ids=["together", "in groups"])
-def test_a_short_chaos_keeps_every_promise(options: tuple[str, ...], faults: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), IN_GROUPS], ids=["together", "in groups"])
+def test_a_short_chaos_keeps_every_promise(options: tuple[str, ...], tmp_path: Path) -> None:
     """As ``make chaos``: a peer is killed, stopped, cut off or spoilt every four seconds, and once all at once."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "tests.chaos", "--plan", "short", *options, "--out", str(out)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     summary = json.loads((out / "verdicts.json").read_text())
-    assert summary["faults"] >= faults, "most of the schedule was done"
+    assert summary["faults"] >= 7, "most of the schedule was done"
     assert {name: found["says"] for name, found in summary["verdicts"].items() if not found["kept"]} == {}
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
