@@ -61,9 +61,9 @@ class Aggregation(Gatherer):
     # -- measured times ------------------------------------------------------------------------------------------------
 
     def record_round(self, seconds: float) -> None:
-        """Add the duration of a round, from its announcement to its last commit, to the mean, unless somebody leaves:
-        that takes longer, and who leaves has no time to wait for longer turns."""
-        if not self.core.participation.is_any_leaving():
+        """Add the duration of a round, from its announcement to its last commit, to the mean, unless this peer leaves:
+        it has no time to wait for longer turns."""
+        if self.core.departure != "leaving":
             seconds = min(seconds, self.core.config.takeover_ceiling_s)
             self.round_s += SMOOTHING * (seconds - self.round_s)
 
@@ -96,7 +96,7 @@ class Aggregation(Gatherer):
 
     def _recent(self, shard: ShardId) -> dict[int, set[int]]:
         """Return who of each group contributed lately and has not left, as fingerprints."""
-        recent, left = self.core.chains[shard].recent_members(), usual_prints(self.core.membership.left)
+        recent, left = self.core.chains[shard].recent_members(), self.core.membership.left
         return {group: rest for group, members in recent.items() if (rest := members.difference(left))}
 
     def peers_of(self, shard: ShardId, participants: frozenset[PeerId]) -> frozenset[PeerId]:

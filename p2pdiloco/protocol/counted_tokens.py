@@ -89,9 +89,14 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         return running_mean(self.versions, self.octaves, octaves(min(max(usual, low), high, MOST_TIMES * usual)))
 
 
+def usual_print(peer: PeerId) -> int:
+    """Return the fingerprint by which ``TokenCounts`` knows this peer."""
+    return fingerprint(peer, _PRINT_BYTES)
+
+
 def usual_prints(peers: Iterable[PeerId]) -> list[int]:
     """Return the fingerprints by which ``TokenCounts`` knows these peers."""
-    return [fingerprint(peer, _PRINT_BYTES) for peer in peers]
+    return list(map(usual_print, peers))
 
 
 NOTHING_COUNTED = TokenCounts()

@@ -178,7 +178,7 @@ class Machine:
                 self.heartbeats.on_connected(event.peer)
                 self.barred_owners.send_proofs(event.peer)
                 self.going_back.send_vote(event.peer)
-                self.shutdown.greet(event.peer)
+                self.shutdown.on_connected(event.peer)
             case ev.PeerDisconnected():
                 self.heartbeats.on_lost(event.peer, event.reason, is_shut_out=event.is_shut_out)
                 self.contributions.on_disconnected(event.peer)

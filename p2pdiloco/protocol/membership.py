@@ -15,6 +15,7 @@ from collections import deque
 from typing import NamedTuple
 
 from p2pdiloco.protocol.connectivity import SETTLING_BEATS, Connectivity
+from p2pdiloco.protocol.counted_tokens import usual_print
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.groups import group_of
 from p2pdiloco.protocol.ids import PeerId, fingerprint
@@ -243,8 +244,8 @@ class Membership:
         self.peers: dict[PeerId, PeerView] = {}
         self.met: dict[PeerId, float] = {}
         """When each peer was first connected, the first ones first."""
-        self.left: dict[PeerId, None] = {}
-        """Peers that said goodbye and have not come back, the first ones first."""
+        self.left: dict[int, None] = {}
+        """Who said goodbye and has not come back, by the fingerprints of ``TokenCounts``, the first ones first."""
         self.sequence = 0
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
         """Send times of the last heartbeats; the newest has number ``sequence``."""
@@ -282,7 +283,7 @@ class Membership:
         self.peers[peer] = PeerView(peer, now)
         self._roles = None
         self.met.setdefault(peer, now)
-        self.left.pop(peer, None)
+        self.left.pop(usual_print(peer), None)
         if len(self.met) > 2 * MAX_PEERS:
             del self.met[next(iter(self.met))]
         return True
@@ -291,7 +292,7 @@ class Membership:
         """Remove a connection. ``has_left``: the peer said goodbye."""
         self.peers.pop(peer, None)
         if has_left:
-            self.left[peer] = None
+            self.left[usual_print(peer)] = None
             if len(self.left) > MOST_LOST:
                 del self.left[next(iter(self.left))]
         self._roles = None

@@ -75,7 +75,7 @@ class Shutdown:
         core.alarms.cancel(("depart", 0))
         core.alarms.cancel(("flush", 0))
 
-    def greet(self, peer: PeerId) -> None:
+    def on_connected(self, peer: PeerId) -> None:
         """Say goodbye to a peer that connects after this one has left: it would take the end for a failure."""
         if self.is_done:
             self.core.send((peer,), Leaving(self.reason))
@@ -93,8 +93,10 @@ class Shutdown:
             )
         elif self.core.learner is not None and not self.core.learner.is_paused:
             self._leave_now("warning", "the learner did not stop in time: the step that it was in is lost")
-        elif self._holds_alone():
+        elif self._held_alone():
             self._leave_now("warning", "no peer that stays has told that it has the commits with this one's progress")
+        elif self._is_working():
+            self._leave_now("info", "all of this peer's progress is merged; what it was merging or taking is dropped")
         else:
             self._leave_now("info", "all progress is merged; peers that were lost without a goodbye did not come back")
 
@@ -114,6 +116,8 @@ class Shutdown:
             return  # the learner may have trained on while this node was gone
         if core.unmerged_tokens():
             self._flush()
+        elif alone := self._held_alone():
+            self._tell(alone)
         elif not self._is_waiting() and (core.departure == "leaving" or self._are_others_done()):
             self._leave_now("info", "all progress is merged")
 
@@ -136,45 +140,48 @@ class Shutdown:
             elif rest and is_again:  # a peer that the owner waits for may have taken this for an older round
                 core.send(core.membership.live, self.contributions.announcement(FragmentId(fragment)))
 
-    def _is_waiting(self) -> bool:
-        """Return whether to wait for other peers.
+    def _is_working(self) -> bool:
+        """Return whether this peer merges something for others, or is taking a commit or a state."""
+        return bool(self.contributions.aggregation.jobs or self.replication.applying)
 
-        That is the case if all were lost, the last recently and without a goodbye, unless others left at the run's end
-        with the same heads; if none has the commits with this peer's progress, or a merge of it runs; or if this peer
-        is apart at the run's end.
+    def _is_waiting(self) -> bool:
+        """Return whether to wait: until what is under way has ended; for other peers if all were lost, the last
+        recently and without a goodbye, unless others left at the run's end with the same heads; or if this peer is
+        apart at the run's end.
         """
         core, detector = self.core, self.core.membership.partition_detector
-        if self.contributions.aggregation.jobs or self.replication.applying:
-            return True
-        if core.departure == "finished" and detector.is_apart:
+        if self._is_working() or (core.departure == "finished" and detector.is_apart):
             return True
         lost_at = detector.silently_lost_at
         is_lately = lost_at is not None and core.now - lost_at < core.config.finish_s
-        is_alone = not core.participation.peers() and not detector.at_rest
-        return (is_lately and is_alone) or self._holds_alone()
+        return is_lately and not core.participation.peers() and not detector.at_rest
 
-    def _holds_alone(self) -> bool:
-        """Return whether a head that holds what this peer made or contributed is at no live peer that stays, or, if all
-        leave, at no live peer. These are told of such heads, and asked for theirs."""
-        core, participation = self.core, self.core.participation
-        donors, stands_by = participation.donors(), self.replication.reports.stands_by
-        others = sorted(set(donors) - participation.leaving()) or list(donors)
-        beats = (core.membership.peers[peer].beat for peer in others)
-        if any(beat is not None and beat.heads_mark == core.heads_mark for beat in beats):
-            return False
+    def _keepers(self) -> list[PeerId]:
+        """Return the live peers that stay and have the states; if all leave, those that leave."""
+        donors = self.core.participation.donors()
+        return sorted(set(donors) - self.core.participation.leaving()) or list(donors)
+
+    def _held_alone(self) -> list[Head]:
+        """Return the heads that hold what this peer made or contributed, and that no keeper has, if there are any."""
+        core, keepers, stands_by = self.core, self._keepers(), self.replication.reports.stands_by
+        beats = [core.membership.peers[peer].beat for peer in keepers]
+        if not keepers or any(beat is not None and beat.heads_mark == core.heads_mark for beat in beats):
+            return []
 
         def is_alone(chain: Chain) -> bool:
-            if not chain.log or chain.log[-1].owner in others:
+            if not chain.log or chain.log[-1].owner in keepers:
                 return False
-            is_there = any(stands_by(peer, chain.shard, (core.head(chain.shard).id,)) for peer in others)
+            is_there = any(stands_by(peer, chain.shard, (core.head(chain.shard).id,)) for peer in keepers)
             return not is_there and core.config.peer in took_part(chain.log[-1])
 
-        alone = [core.head(chain.shard) for chain in core.chains if others and is_alone(chain)]
-        if alone and alone != self.told:
-            self.told = alone
-            core.send(tuple(others), Heads(tuple(alone), core.step))
-            core.send(tuple(others), HeadsRequest())
-        return bool(alone)
+        return [core.head(chain.shard) for chain in core.chains if is_alone(chain)]
+
+    def _tell(self, heads: list[Head]) -> None:
+        """Tell the keepers of these heads, and ask for theirs, once for the same heads."""
+        if heads != self.told:
+            self.told, keepers = heads, tuple(self._keepers())
+            self.core.send(keepers, Heads(tuple(heads), self.core.step))
+            self.core.send(keepers, HeadsRequest())
 
     def _are_others_done(self) -> bool:
         """Return whether all live peers have finished with this peer's heads, and so, while there are indirect peers,

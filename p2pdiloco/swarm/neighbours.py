@@ -12,7 +12,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from hashlib import blake2b
 
 from p2pdiloco.protocol.groups import MOST_TOGETHER, group_of
@@ -55,10 +55,13 @@ def wanted(me: PeerId, bits: int, others: Iterable[PeerId], connected: Collectio
     return [*found, *bridges.values()]
 
 
-def surplus(me: PeerId, bits: int, connected: Collection[PeerId], most: int = MOST) -> list[PeerId]:
-    """Return which of the ``connected`` peers this one can do without, as far as they are more than ``most``."""
+def surplus(
+    me: PeerId, bits: int, connected: Collection[PeerId], most: int = MOST, leaving: Container[PeerId] = ()
+) -> list[PeerId]:
+    """Return which of the ``connected`` peers this one can do without, as far as they are more than ``most``: first
+    those that are ``leaving``."""
     own, met, spare = group_of(me, bits), set[int](), list[PeerId]()
-    for peer in sorted(connected, key=lambda peer: _distance(me, peer)):
+    for peer in sorted(connected, key=lambda peer: (peer in leaving, _distance(me, peer))):
         if (group := group_of(peer, bits)) != own and group in met:
             spare.append(peer)
         met.add(group)

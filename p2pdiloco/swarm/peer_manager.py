@@ -147,7 +147,9 @@ class PeerManager:
                     tasks.spawn(self._tell(peer), name=f"tell {peer}")
                 for peer in self._peers_to_dial(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
-                for peer in surplus(self._transport.peer_id, bits, self._staying(self._connected())):
+                connected = self._connected()
+                leaving = set(connected).difference(self._staying(connected))
+                for peer in surplus(self._transport.peer_id, bits, connected, leaving=leaving):
                     self._transport.disconnect(peer, SURPLUS)
                 for peer in self._relayed_peers_due(loop.time()):
                     tasks.spawn(self._connect_directly(peer), name=f"direct way to {peer}")

@@ -468,6 +468,16 @@ def test_a_peer_with_too_many_connections_ends_those_that_it_needs_least() -> No
     assert not set(wanted(ME, 4, MANY[: MOST + 10], ())) & set(spare), "it does not end what it would dial"
 
 
+def test_peers_that_leave_are_not_needed_where_another_one_stays() -> None:
+    """Nor are they kept beyond the most: members that say it for ever would fill the table."""
+    connected = MANY[: MOST + 10]
+    first = {group: peer for peer in surplus(ME, 4, connected, most=0)[::-1] if (group := group_of(peer, 4))}
+    leaving = {peer for peer in connected if peer not in first.values()}
+    kept = set(connected).difference(surplus(ME, 4, connected, leaving=leaving))
+    assert len(kept) == MOST
+    assert set(first.values()) <= kept
+
+
 def test_newcomers_find_some_peers_of_each_large_run() -> None:
     for peers, bits in ((60, 1), (150, 2), (1000, 5)):
         topics = [own_topics(peer, bits) for peer in MANY[:peers]]

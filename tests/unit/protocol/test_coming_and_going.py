@@ -225,6 +225,21 @@ def test_who_leaves_goes_when_all_of_it_is_merged() -> None:
     assert only(Stage(B, has_learner=False).tell(ev.LeaveRequested("asked to")), ef.Leave)
 
 
+@pytest.mark.parametrize("who", [A, B])
+def test_rounds_of_who_leaves_do_not_prolong_its_turns(who: PeerId) -> None:
+    """W4: it has no time. Others measure on: one that says for ever that it leaves must not stop that."""
+    stage = Stage(B, C)
+    if who == A:
+        stage.tell(ev.LeaveRequested("asked to"))
+    else:
+        stage.says(B, phase="leaving")
+    before = stage.machine.aggregation.round_s
+    stage.announce(C, 4)
+    stage.wait(10.0)
+    stage.take(stage.commit(tokens(C, 0, 40)), C)
+    assert (stage.machine.aggregation.round_s > before) == (who == B)
+
+
 def test_who_has_left_says_so_to_whoever_connects_later() -> None:
     """C4a: while it saves. c waited for it, as for one that is lost."""
     stage = Stage(B, has_learner=False)
